@@ -38,7 +38,7 @@ TABLE: dict[str, list[Try]] = {
     "agents.py": [Try("FOLDER --episodes 2 --turns 2 --engine hf", apart=True)],
     "asynchrony.py": [Try("FOLDER --seeds 1 --steps 3 --delay 0 --tokens 8 --modes synchronous", apart=True)],
     "checkpoints.py": [Try("--mebibytes 1 --rounds 1", apart=True)],
-    "controller.py": [Try("--completions 8 --tokens 16 --runs 1")],
+    "controller.py": [Try("FOLDER --completions 8 --group 4 --tokens 8192 --steps 2 --ranks 1", apart=True)],
     "doctor.py": [Try("--rows 10 --rounds 1", apart=True)],
     "gpu_learning.py": [Try(HELP)],
     "gpu_memory.py": [Try(HELP), Try(f"FOLDER --shape tiny --steps 1 {RUN}", apart=True)],

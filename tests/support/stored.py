@@ -5,7 +5,7 @@ import torch
 from trueline.data.types import Sample, is_filled
 from trueline.rl.step import ALL_FIELDS
 from trueline.runtime.actors import Stored
-from trueline.training.samples import SampleBlock, SampleNumbers, StoredSamples
+from trueline.training.samples import Fields, SampleBlock, SampleNumbers, StoredSamples
 
 
 def store_samples(samples: list[Sample]) -> StoredSamples:
@@ -31,6 +31,5 @@ def store_samples(samples: list[Sample]) -> StoredSamples:
     names += [name for name in ("advantages", "returns") if is_filled(samples[0], name)]
     arrays = {name: torch.cat([getattr(one, name) for one in samples]).numpy() for name in names}
     numbers = list(range(len(rows)))
-    return StoredSamples(
-        numbers, rows, [row.length for row in rows], [SampleBlock(tuple(names), tuple(numbers), Stored(arrays))]
-    )
+    block = SampleBlock(tuple(names), tuple(numbers), Stored(arrays))
+    return StoredSamples(numbers, rows, Fields([row.length for row in rows], [block]))

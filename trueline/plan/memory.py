@@ -101,6 +101,7 @@ class MemoryPool:
     host: float = 0.0  # bytes of the machine's memory for the moments of one rank of each model
     in_turns: bool = True  # an engine sleeps while the models on its GPU train
     place: str = "here"  # or the address of a node
+    samples: float = 0.0  # bytes in the object store, on a CPU
 
     def each(self, choice: Choice, phase: str = "training") -> dict[str, tuple[int, float]]:
         """Return how many processes there are of each kind, and the bytes of one in a phase."""
@@ -112,6 +113,7 @@ class MemoryPool:
             tokens = choice.tokens[tenant.section]
             size = tenant_bytes(one, tokens, choice.checkpointing, self.device) if works else idle_bytes(one)
             found[tenant.name] = (count, size)
+        found |= {"samples": (1, self.samples)} if self.samples else {}
         return found | ({"engine": (self.engines, self.engine_bytes(choice, phase))} if self.engines else {})
 
     def engine_bytes(self, choice: Choice, phase: str) -> float:
@@ -421,12 +423,17 @@ def node_rooms(
     tenants: Sequence[tuple[ModelFootprint, list[int]]],
     engines: Sequence[int] = (),
     engine: EngineRoom = NO_ENGINE,
+    samples: float = 0.0,
 ) -> list[MemoryPool]:
-    """Return the memory of each node that has work; of models and engines the nodes of their processes are given."""
+    """Return the memory of each node that has work; of models and engines the nodes of their processes are given.
+
+    All nodes together store the samples of a run.
+    """
     rooms = []
     for at, node in enumerate(machine.split()):
         here = [(tenant, nodes.count(at)) for tenant, nodes in tenants if at in nodes]
         place = f"on {node.address}" if node.address else "here"
         if here or at in engines:
-            rooms.append(MemoryPool(node.memory_bytes, "cpu", here, list(engines).count(at), engine, place=place))
+            stored, count = samples / len(machine.split()), list(engines).count(at)
+            rooms.append(MemoryPool(node.memory_bytes, "cpu", here, count, engine, place=place, samples=stored))
     return rooms

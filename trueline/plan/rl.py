@@ -56,7 +56,8 @@ from trueline.plan.resolve import (
 from trueline.plan.rewards import RewardCheck
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runtime.cluster import Machine
-from trueline.runtime.placement import Layout, check_devices, place_processes
+from trueline.runtime.placement import Layout, check_devices, place_processes, store_bytes, store_findings
+from trueline.training.samples import sample_bytes
 
 ENGINE_WIDTHS = (2, 4, 8)  # GPUs of an engine that a refusal proposes
 
@@ -149,7 +150,9 @@ def plan_rl(config: RLConfig) -> RLPlan:
     check_engines(config, "training", "rollout", *["critic"] * ("critic" in needs(config.algorithm)))
     plan = decide(config, look_around(config))
     rates = [finding for one in plan.rates() for finding in rate_findings(*one)]
-    found = find(plan.config, plan.layout, plan.machine, plan.chat, [*rates, *plan.rewards.warnings])
+    samples = sample_bytes(plan.config, plan.rollout, plan.facts) if config.runtime != "local" else 0
+    stored = store_findings(samples, plan.layout.store_bytes, plan.machine)
+    found = find(plan.config, plan.layout, plan.machine, plan.chat, [*rates, *stored, *plan.rewards.warnings])
     return replace(plan, findings=found)
 
 
@@ -292,8 +295,9 @@ def resolve(
     }
     placed, in_turns = tuple(role.layout() for role in roles), rollout.max_staleness == 0
     width = config.model.width()
-    layout = Layout(ranks, engines, rollout.tensor_parallel, colocated, placed, in_turns, width)
     config = config.with_keys(values)
+    store = store_bytes(sample_bytes(config, rollout, facts), machine)
+    layout = Layout(ranks, engines, rollout.tensor_parallel, colocated, placed, in_turns, width, store)
     config = config.with_keys({"model": {"lora": {"sync": adapter_sync(config, facts, machine.gpus)}}})
     check_critic(config)
     return config, rollout, layout, roles
@@ -394,7 +398,8 @@ def rooms_of(plan: RLDraft, share: float | None) -> list[MemoryPool]:
             return [MemoryPool(machine.memory_bytes, "cpu", [(one, 1) for one in tenants], layout.engines, engine)]
         places = place_processes(layout, machine)
         nodes = {"policy": places.policy, **places.roles}
-        return node_rooms(machine, [(one, nodes[one.name]) for one in tenants], places.engines, engine)
+        samples = sample_bytes(plan.config, plan.rollout, plan.facts)
+        return node_rooms(machine, [(one, nodes[one.name]) for one in tenants], places.engines, engine, samples)
     own = {one.name for one in layout.roles if not one.shared}
     shared = [(one, 1) for one in tenants if one.name not in own]
     host = HOST_SHARE * machine.memory_bytes / machine.gpus

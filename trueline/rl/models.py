@@ -46,7 +46,7 @@ class Models:
         if self.critic is not None:
             critic = self.critic
             wanted.append(lambda: critic.score_stored(samples, "values"))
-        samples.same["old_logprobs"] = "rollout_logprobs"
+        samples.fields.same["old_logprobs"] = "rollout_logprobs"
         with ThreadPoolExecutor(max_workers=4) as threads:
             running = [threads.submit(call) for call in wanted]
         for block in (block for scored in running for block in scored.result()):

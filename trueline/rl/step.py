@@ -14,7 +14,7 @@ from trueline.algorithms.advantages import assign_advantages
 from trueline.algorithms.entries import is_own
 from trueline.algorithms.importance_sampling import mismatch_metrics
 from trueline.algorithms.reward_shaping import sequence_kl, shape_rewards
-from trueline.config.rl import RLConfig
+from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.pieces import Pieces
 from trueline.data.types import Sample, is_filled
@@ -22,7 +22,7 @@ from trueline.rl.metrics import Metrics, describe_models, excerpt
 from trueline.rl.transcripts import token_rows
 from trueline.rollout.summary import RANKS, STEP, SampledGroup, Transcript
 from trueline.runtime.actors import Stored
-from trueline.training.samples import Arrays, SampleBlock, SampleNumbers, StoredSamples
+from trueline.training.samples import Arrays, Fields, SampleBlock, SampleNumbers, StoredSamples
 
 ALL_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "teacher_logprobs", "values", "token_rewards")
 FILLED = ("advantages", "returns")  # by estimators
@@ -50,12 +50,12 @@ def stored_samples(groups: Sequence[SampledGroup]) -> StoredSamples:
         blocks += [SampleBlock(RANKS, numbers, parcels.ranks), SampleBlock(STEP, numbers, parcels.step)]
         if group[0].has_experts:
             blocks.append(SampleBlock(("experts",), numbers, parcels.experts))
-    return StoredSamples(list(range(len(rows))), rows, [row.length for row in rows], blocks)
+    return StoredSamples(list(range(len(rows))), rows, Fields([row.length for row in rows], blocks))
 
 
 def open_samples(stored: StoredSamples, places: Sequence[int] | None = None, *, copy: bool = False) -> list[Sample]:
     """Return samples with every known field, all or those at some places; user functions may change copies."""
-    known = {*stored.same, *(name for block in stored.blocks for name in block.names)}
+    known = stored.fields.names()
     names = [name for name in (*ALL_FIELDS, *FILLED, "entropy") if name in known]
     found = []
     for at in range(len(stored)) if places is None else places:
@@ -70,43 +70,42 @@ def open_samples(stored: StoredSamples, places: Sequence[int] | None = None, *, 
         sample.filtered = row.filtered
         for name in names:
             setattr(sample, name, field(name))
-        if stored.same.get("old_logprobs"):
+        if "old_logprobs" in stored.fields.same:
             sample.old_logprobs = sample.rollout_logprobs
         found.append(sample)
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    rewards: list[float]  # of each sample, shaped
+    filtered: list[bool]
+    example: tuple[list[int], list[bool]]  # tokens and mask of an excerpt that engines can score
+
+
 def assess(
-    chat: ChatFormat, stored: StoredSamples, config: RLConfig, max_new_tokens: int, kl_coefficient: float
-) -> tuple[list[tuple[float, bool]], Arrays]:
-    """Shape rewards and assign advantages; return shaped reward and filter of each sample, and the arrays."""
+    chat: ChatFormat, stored: StoredSamples, config: RLConfig, rollout: ResolvedRollout, kl_coefficient: float
+) -> tuple[Assessment, Arrays]:
+    """Shape rewards and assign advantages; return numbers of the samples, and arrays."""
     algorithm = config.algorithm
     samples = open_samples(stored, copy=is_own(algorithm.advantage))
-    shape_rewards(samples, algorithm, max_new_tokens, kl_coefficient)
+    shape_rewards(samples, algorithm, rollout.max_new_tokens, kl_coefficient)
     assign_advantages(samples, algorithm)
     names = [name for name in FILLED if is_filled(samples[0], name)]
     arrays = {name: torch.cat([getattr(one, name) for one in samples]).float().numpy() for name in names}
-    return [(one.reward, one.filtered) for one in samples], arrays
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What a step's tokens say of its models."""
-
-    metrics: Metrics
-    sequence_kl: float | None  # to the reference, where there is one
-    example: tuple[list[int], list[bool]]  # tokens and mask of an excerpt that engines can score
+    example = excerpt(samples[0], rollout.longest())
+    rewards, filtered = [one.reward for one in samples], [one.filtered for one in samples]
+    return Assessment(rewards, filtered, (example.tokens.tolist(), example.mask.tolist())), arrays
 
 
 def mismatch(chat: ChatFormat, stored: StoredSamples) -> Metrics:
     return mismatch_metrics(open_samples(stored))
 
 
-def describe_tokens(chat: ChatFormat, stored: StoredSamples, config: RLConfig, context: int) -> Description:
+def describe_tokens(chat: ChatFormat, stored: StoredSamples, config: RLConfig) -> tuple[Metrics, float | None]:
+    """Return what a step's tokens say of its models, and the mean KL of a sequence where there is a reference."""
     samples = open_samples(stored)
-    kl = sequence_kl(samples) if config.algorithm.kl.coefficient else None
-    example = excerpt(samples[0], context)
-    return Description(describe_models(samples, config), kl, (example.tokens.tolist(), example.mask.tolist()))
+    return describe_models(samples, config), sequence_kl(samples) if config.algorithm.kl.coefficient else None
 
 
 def write_transcripts(
@@ -126,11 +125,9 @@ def write_transcripts(
     return rows
 
 
-def add_assessment(
-    stored: StoredSamples, found: Sequence[tuple[float, bool]], arrays: Stored[Arrays], *, critic: bool
-) -> None:
+def add_assessment(stored: StoredSamples, found: Assessment, arrays: Stored[Arrays], *, critic: bool) -> None:
     """Record what `assess` has found."""
-    for row, (reward, filtered) in zip(stored.rows, found, strict=True):
+    for row, reward, filtered in zip(stored.rows, found.rewards, found.filtered, strict=True):
         row.reward, row.filtered = reward, filtered
     names = FILLED if critic else FILLED[:1]
     stored.add(SampleBlock(names, tuple(stored.numbers), arrays))

@@ -1,6 +1,7 @@
 """The reinforcement-learning loop: it reads like the algorithm."""
 
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -89,8 +90,11 @@ class RLTrainer:
             self.assign_advantages(samples)
             formatted = any(has_format(one) for group in groups for one in group)
             metrics = self.update_models(samples, freely_drawn=not formatted)
-            metrics |= self.count_step(groups, samples, learns)
-            self.save_if_due(metrics, at_once=interrupts.requested)
+            describe, at_once = self.describe(samples), interrupts.requested
+            if early := at_once or self.save_due(self.state.step + 1) or self.acts_on_tokens():
+                metrics |= describe()
+            metrics |= self.count_step(groups, samples, learns, metrics)
+            self.save_if_due(metrics, at_once=at_once)
         if learns or self.sharing.shared:  # engines that sleep forget their weights
             metrics |= self.publish()
         if self.evaluation_due():
@@ -98,6 +102,7 @@ class RLTrainer:
             self.checkpoints.add_metrics(self.state.step, metrics)
         if self.state.step < self.config.steps:
             self.rollouts.release(self.state.version)
+        metrics |= {} if early else describe()  # engines have not waited for it
         self.report(metrics, groups, samples)
         self.care.act(self.state, lambda: self.save({}), interrupts)
 
@@ -129,8 +134,9 @@ class RLTrainer:
 
     def assign_advantages(self, samples: StoredSamples) -> None:
         """Let a rollout worker shape the rewards and assign the advantages that the losses read."""
-        given = (samples, self.config, self.rollout.max_new_tokens, self.kl_coefficient())
+        given = (samples, self.config, self.rollout, self.kl_coefficient())
         found, arrays = self.rollouts.loop.run(self.workers.run_kept(assess, *given), "assigning advantages")
+        self.example = found.example if self.rollout.max_staleness else None
         add_assessment(samples, found, arrays, critic="critic" in needs(self.config.algorithm))
 
     def update_models(self, samples: StoredSamples, *, freely_drawn: bool = True) -> dict[str, float]:
@@ -200,19 +206,32 @@ class RLTrainer:
 
     # What surrounds it
 
-    def count_step(self, groups: list[SampledGroup], samples: StoredSamples, learns: bool) -> dict[str, float]:
+    def describe(self, samples: StoredSamples) -> Callable[[], dict[str, float]]:
+        """Let a rollout worker describe a step's tokens, and return a function that waits for the metrics."""
+        work = self.workers.run(describe_tokens, samples, self.config)
+        waiting = self.rollouts.loop.begin(work, "computing metrics")
+
+        def wait() -> dict[str, float]:
+            metrics, kl = waiting()
+            return metrics | self.adapt_kl(kl, len(samples))
+
+        return wait
+
+    def acts_on_tokens(self) -> bool:
+        """Tell whether the run follows a metric of a step's tokens: it needs that before the step is counted."""
+        algorithm = self.config.algorithm
+        return algorithm.kl.target is not None or algorithm.critic_warmup_variance is not None
+
+    def count_step(
+        self, groups: list[SampledGroup], samples: StoredSamples, learns: bool, known: dict[str, float]
+    ) -> dict[str, float]:
         """Describe a step that is trained, and count it: what the checkpoint after it holds."""
         state, config = self.state, self.config
         metrics = describe_step(groups, samples.rows, self.rollouts.dropped, state.version)
-        loop, workers = self.rollouts.loop, self.workers
-        given = (samples, config, self.rollout.longest())
-        about = loop.run(workers.run(describe_tokens, *given), "computing metrics")
-        metrics |= about.metrics | self.adapt_kl(about.sequence_kl, len(samples))
-        metrics |= loop.run(workers.load_metrics(), "counting requests")
-        self.example = about.example if self.rollout.max_staleness else None
+        metrics |= self.rollouts.loop.run(self.workers.load_metrics(), "counting requests")
         state.advance([group[0].group for group in groups], learns)
         self.tracker.account(state.step, state.ledger.row())  # before the checkpoint that counts it
-        wanted, found = config.algorithm.critic_warmup_variance, metrics.get("critic/explained_variance", 0.0)
+        wanted, found = config.algorithm.critic_warmup_variance, known.get("critic/explained_variance", 0.0)
         if wanted is not None and found >= wanted and not state.critic_ready:
             state.critic_ready = True
             self.progress.note(f"critic     explains {found:.2f} of its returns' variance in step {state.step}")
@@ -330,11 +349,14 @@ class RLTrainer:
 
         So is one after which the run is to end, and then all of it is on the disk: a scheduler may not wait for more.
         """
-        if at_once or self.checkpoints.due(self.state.step) or self.state.step == self.config.steps:
+        if at_once or self.save_due(self.state.step):
             with self.timer.phase("save"):
                 self.save(metrics)
                 if at_once:
                     self.checkpoints.settle(wait=True)
+
+    def save_due(self, step: int) -> bool:
+        return self.checkpoints.due(step) or step == self.config.steps
 
     def save(self, metrics: dict[str, float]) -> None:
         self.state.ledger.balance()

@@ -58,7 +58,7 @@ def open_processes(
     local = runtime == "local"
     with ExitStack() as stack:
         if not local:
-            stack.enter_context(ray_cluster(machine))
+            stack.enter_context(ray_cluster(machine, layout.store_bytes))
         processes = Processes(machine, layout, logs, local)
         if machine.nodes and not local:
             nodes = [machine.nodes[at] for at in processes.places.nodes()]

@@ -3,6 +3,7 @@
 import logging
 import os
 import platform
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ from trueline.runtime import REACH
 
 START_SECONDS = 120
 PROCESS_GROUPS, CONTROLLERS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-OBJECT_STORE_BYTES = 512 * 2**20
+OBJECT_STORE_BYTES = 512 * 2**20  # at least
+STORE_SHARE, SHARED_MEMORY = 0.3, Path("/dev/shm")  # the largest share of free memory for the store, and where it lies
 PROCESS_BYTES = 512 * 2**20  # of a process with its libraries imported
 VERSIONS = f"Python {platform.python_version()}, Ray {ray.__version__}"
 
@@ -60,6 +62,7 @@ class Machine:
     gpu_bytes: int  # of each; the smallest
     gpu_name: str = ""
     nodes: tuple[Node, ...] = ()  # of a cluster
+    store_bytes: int = OBJECT_STORE_BYTES  # Ray's object store: of a cluster, or the largest that can be started here
 
     def split(self) -> tuple[Node, ...]:
         """Return the nodes; without a cluster, this machine is the only one."""
@@ -89,6 +92,7 @@ def machine_at_hand() -> Machine:
         min((kind.gpu_bytes for kind in kinds), default=0),
         kinds[0].gpu_name if kinds else "",
         tuple(nodes),
+        sum(int(node["Resources"].get("object_store_memory", 0)) for node in living),
     )
 
 
@@ -100,7 +104,13 @@ def own_devices() -> Machine:
         gpus=gpus,
         gpu_bytes=torch.cuda.get_device_properties(0).total_memory if gpus else 0,
         gpu_name=torch.cuda.get_device_name(0) if gpus else "",
+        store_bytes=largest_store(),
     )
+
+
+def largest_store() -> int:
+    room = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    return max(OBJECT_STORE_BYTES, min(int(STORE_SHARE * free_memory()), room))
 
 
 def free_memory() -> int:
@@ -133,7 +143,7 @@ def wait_for_node(pending: Any, address: str) -> Any:
         ) from error
 
 
-def connect(gpus: int) -> None:
+def connect(gpus: int, store_bytes: int = OBJECT_STORE_BYTES) -> None:
     """Join the cluster at RAY_ADDRESS, or start Ray here; do nothing if Ray is running."""
     if ray.is_initialized():
         return
@@ -141,7 +151,7 @@ def connect(gpus: int) -> None:
     address = os.environ.get("RAY_ADDRESS")
     if address and address.startswith("ray://"):
         raise ConfigError(f"RAY_ADDRESS={address}: start the run on a node of the cluster, and set HOST:PORT or auto")
-    local: dict[str, Any] = {} if address else {"object_store_memory": OBJECT_STORE_BYTES, "num_gpus": gpus}
+    local: dict[str, Any] = {} if address else {"object_store_memory": store_bytes, "num_gpus": gpus}
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, **local)
     except (ConnectionError, RuntimeError) as error:
@@ -151,9 +161,9 @@ def connect(gpus: int) -> None:
 
 
 @contextmanager
-def ray_cluster(machine: Machine) -> Iterator[None]:
+def ray_cluster(machine: Machine, store_bytes: int = OBJECT_STORE_BYTES) -> Iterator[None]:
     """Join the cluster or start Ray here; at the end, stop all processes of the run."""
-    connect(machine.gpus)
+    connect(machine.gpus, store_bytes)
     try:
         yield
     finally:

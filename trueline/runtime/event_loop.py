@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
@@ -26,12 +26,20 @@ class EventLoop:
         self.cancellable: asyncio.Task[Any] | None = None  # an interrupt cancels it
 
     def run(self, work: Coroutine[Any, Any, Result], what: str, *, bounded: bool = True) -> Result:
+        return self.begin(work, what, bounded=bounded)()
+
+    def begin(self, work: Coroutine[Any, Any, Result], what: str, *, bounded: bool = True) -> Callable[[], Result]:
+        """Begin work, and return a function that waits for its result."""
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        try:
-            return future.result(self.timeout_seconds if bounded else None)
-        except FutureTimeout:
-            future.cancel()
-            raise ActorFailure(f"{what}: not done within timeout_seconds={self.timeout_seconds:.0f}") from None
+
+        def wait() -> Result:
+            try:
+                return future.result(self.timeout_seconds if bounded else None)
+            except FutureTimeout:
+                future.cancel()
+                raise ActorFailure(f"{what}: not done within timeout_seconds={self.timeout_seconds:.0f}") from None
+
+        return wait
 
     def run_until_interrupted(self, work: Coroutine[Any, Any, Result], what: str) -> Result:
         """Run work of any length; raise `Interrupted` after it ended if there was an interrupt."""

@@ -7,8 +7,10 @@ from typing import Any
 from trueline.config.base import ConfigError
 from trueline.monitoring.findings import Finding
 from trueline.runtime.actors import Actor, LocalActor, Object, Placement, RayActor, Target, wait_all
-from trueline.runtime.cluster import PASSIVE, QUIET, START_SECONDS, Machine, Node, reserve
+from trueline.runtime.cluster import OBJECT_STORE_BYTES, PASSIVE, QUIET, START_SECONDS, Machine, Node, reserve
 from trueline.runtime.host import Location, build
+
+STORE_MARGIN = 1.25  # the last samples of a step stay until it is reported, while the next are sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Layout:
     roles: tuple[RoleRanks, ...] = ()
     in_turns: bool = True  # models wait while engines sample, and engines wait while models train
     width: int = 1  # policy ranks of one copy of the model
+    store_bytes: int = OBJECT_STORE_BYTES  # of Ray's object store, where the run starts it
 
     def engine_gpus(self) -> int:
         return self.engines * self.tensor_parallel
@@ -79,6 +82,24 @@ def crowding(layout: Layout, machine: Machine) -> list[Finding]:
         for keys, count in kinds.items()
         if not machine.gpus and not machine.nodes and count > machine.cpus
     ]
+
+
+def store_bytes(samples: int, machine: Machine) -> int:
+    """Return the size of the store that a run starts on its own machine, which may not have as much as it wants."""
+    return max(OBJECT_STORE_BYTES, min(int(STORE_MARGIN * samples), machine.store_bytes))
+
+
+def store_findings(samples: int, started: int, machine: Machine) -> list[Finding]:
+    """Find a store that is too small for the samples, of the size that was `started` or of a cluster."""
+    there = machine.store_bytes if machine.nodes else started
+    if samples <= there:
+        return []
+    what = f"samples take up to {samples / 2**30:.1f} GiB, Ray's object store has {there / 2**30:.1f} GiB"
+    remedy = (
+        "start its nodes with ray start --object-store-memory=BYTES" if machine.nodes else "free memory or /dev/shm"
+    )
+    why = f"Ray writes the rest to disk, which takes time: {remedy}, or lower prompts_per_step"
+    return [Finding("watch", "object_store", what, why, "prompts_per_step")]
 
 
 def process_environment(target: Target[Object], machine: Machine, processes: int = 1, cpus: int = 0) -> dict[str, str]:

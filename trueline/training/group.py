@@ -143,8 +143,8 @@ class ModelGroup:
         **named: Given.kwargs,
     ) -> list[Result]:
         """Make a call on every rank, and return one result per data place: its ranks all return the same."""
-        given = self._reader(samples)
-        return self._on_ranks(plan, lambda actor, mine: actor.submit(method, given, mine, *args, **named))
+        given = self._readers(samples, plan)
+        return self._on_ranks(plan, lambda actor, at: actor.submit(method, given[at], plan[at], *args, **named))
 
     def _keep(
         self,
@@ -155,30 +155,29 @@ class ModelGroup:
         **named: Given.kwargs,
     ) -> list[tuple[Result, Stored[Arrays]]]:
         """Do the same, and leave the arrays in the object store."""
-        given = self._reader(samples)
-        return self._on_ranks(plan, lambda actor, mine: actor.submit_kept(method, given, mine, *args, **named))
+        given = self._readers(samples, plan)
+        return self._on_ranks(plan, lambda actor, at: actor.submit_kept(method, given[at], plan[at], *args, **named))
 
-    def _reader(self, samples: Samples) -> SampleReader:
-        """Return what ranks are sent: references, or all samples packed."""
+    def _readers(self, samples: Samples, plan: Plan) -> list[SampleReader]:
+        """Return what is sent to each data place: references to its own samples, or all samples packed."""
         if isinstance(samples, StoredSamples):
-            return samples if self.reads_experts else samples.without_experts()
+            # A pass of fillers takes the types of its fields from the first sample.
+            places = [{max(at, 0) for micro_batch in passes for at in micro_batch} for passes in plan]
+            return [samples.for_rank(some, experts=self.reads_experts) for some in places]
         packed = pack_samples(list(samples), experts=self.reads_experts)
-        return packed if isinstance(self.actors[0], LocalActor) else share(packed)
+        return [packed if isinstance(self.actors[0], LocalActor) else share(packed)] * len(plan)
 
-    def _on_ranks(
-        self, plan: Plan, submit: Callable[[Actor[Worker], list[MicroBatch]], Pending[Result]]
-    ) -> list[Result]:
-        passes = [plan[self.mesh.data_place(rank)] for rank in range(len(self.actors))]
+    def _on_ranks(self, plan: Plan, submit: Callable[[Actor[Worker], int], Pending[Result]]) -> list[Result]:
+        """Submit a call to every rank with its data place, and return one result per data place."""
         with self.submitting:  # every rank must get the calls of several threads in the same order
-            calls = [submit(actor, mine) for actor, mine in zip(self.actors, passes, strict=True)]
+            calls = [submit(actor, self.mesh.data_place(rank)) for rank, actor in enumerate(self.actors)]
         return wait_all(calls, self.timeout_seconds)[:: self.mesh.width]
 
     def _blocks(
         self, samples: StoredSamples, plan: Plan, names: tuple[str, ...], found: list[Stored[Arrays]]
     ) -> list[SampleBlock]:
         """Return what the ranks have computed of their samples, in the order of their passes."""
-        order = [[at for micro_batch in passes for at in micro_batch if at != FILLER] for passes in plan]
-        pairs = zip(order, found, strict=True)
+        pairs = zip(map(own_places, plan), found, strict=True)
         return [SampleBlock(names, tuple(samples.numbers[at] for at in places), arrays) for places, arrays in pairs]
 
     def plan(self, samples: Samples, samples_per_row: int = 1) -> Plan:
@@ -189,11 +188,16 @@ class ModelGroup:
             actor.stop()
 
 
+def own_places(passes: list[MicroBatch]) -> list[int]:
+    """Return the places of a rank's samples in the order of its passes, without fillers."""
+    return [at for micro_batch in passes for at in micro_batch if at != FILLER]
+
+
 def split_by_sample(samples: Sequence[Sample], plan: Plan, flats: list[np.ndarray]) -> list[Tensor]:
     """Split the ranks' values of tokens into samples, in the order of the samples."""
     found: dict[int, Tensor] = {}
     for passes, flat in zip(plan, flats, strict=True):
-        places = [at for micro_batch in passes for at in micro_batch if at != FILLER]
+        places = own_places(passes)
         pieces = torch.tensor(flat).split([samples[at].length() for at in places])
         found.update(zip(places, pieces, strict=False))
     return [found[at] for at in range(len(samples))]

@@ -1,14 +1,21 @@
 """Samples by reference: their arrays stay in the object store, and each rank fetches those that it trains on."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from trueline.algorithms.advantages import needs
+from trueline.config.model import reads_experts
+from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import TOKEN_FIELDS, Sample
+from trueline.models.loading import ModelFacts
 from trueline.runtime.actors import Stored
 
 Arrays = dict[str, np.ndarray]  # [sum of lengths, ...] each
+IDS, MASK, NUMBER = 4, 1, 4  # bytes of a token: its id, whether it was sampled, and any number of it
+TEXT = 4  # bytes of a token in transcripts, which most tokens do not take
+EXPERTS = 8  # of a token in a layer, one byte each; few mixtures choose more
 
 
 @dataclass(slots=True)
@@ -45,72 +52,98 @@ class SampleBlock:
 
 
 @dataclass(slots=True)
-class StoredSamples:
-    """Some samples of a step. `all_lengths` are of every sample of the step, by which blocks are divided."""
+class Fields:
+    """Where each field of a step's samples lies; of two blocks with the same field, the later one counts."""
 
-    numbers: list[int]  # in the step
-    rows: list[SampleNumbers]
-    all_lengths: list[int]
+    lengths: list[int]  # of every sample of the step, by which blocks are divided
     blocks: list[SampleBlock]
     same: dict[str, str] = field(default_factory=dict)  # fields that are another one, e.g. old log-probs
     found: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)  # what this process has fetched
 
-    def __getstate__(self) -> tuple[object, ...]:
-        return self.numbers, self.rows, self.all_lengths, self.blocks, self.same
+    def __reduce__(self) -> tuple[object, ...]:
+        return Fields, (self.lengths, self.blocks, self.same)
 
-    def __setstate__(self, state: tuple[object, ...]) -> None:
-        for name, value in zip(("numbers", "rows", "all_lengths", "blocks", "same"), state, strict=True):
-            setattr(self, name, value)
-        self.found = {}
+    def names(self) -> set[str]:
+        return {*self.same, *(name for block in self.blocks for name in block.names)}
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        return np.array([row.length for row in self.rows])
-
-    @property
-    def weights(self) -> np.ndarray:
-        return np.array([row.weight for row in self.rows])
-
-    @property
-    def labels(self) -> np.ndarray:
-        return np.array([row.label for row in self.rows])
-
-    def names(self) -> list[str]:
-        """Return the fields that losses read."""
-        known = {*self.same, *(name for block in self.blocks for name in block.names)}
-        return [name for name in TOKEN_FIELDS if name in known]
-
-    def part(self, name: str, at: int) -> np.ndarray:
+    def part(self, name: str, number: int) -> np.ndarray:
         """Return a field of one sample; its block is fetched the first time."""
-        name, number = self.same.get(name, name), self.numbers[at]
+        name = self.same.get(name, name)
         if number not in self.found.get(name, ()):
             block = next(one for one in reversed(self.blocks) if name in one.names and number in one.samples)
             self._open(block)
         return self.found[name][number]
 
     def _open(self, block: SampleBlock) -> None:
-        ends = np.cumsum([self.all_lengths[number] for number in block.samples])
+        ends = np.cumsum([self.lengths[number] for number in block.samples])
         for name, array in block.arrays.fetch().items():
             views = self.found.setdefault(name, {})
             for number, end in zip(block.samples, ends, strict=True):
-                views[number] = array[end - self.all_lengths[number] : end]
+                views[number] = array[end - self.lengths[number] : end]
 
     def add(self, block: SampleBlock) -> None:
-        """Add fields that a later stage has computed; they replace those of the same name."""
         self.blocks.append(block)
         for name in block.names:
             self.same.pop(name, None)
+            self.found.pop(name, None)
+
+    def only(self, numbers: set[int], names: Sequence[str]) -> "Fields":
+        """Return where these fields of these samples lie: every reference costs time to send."""
+        kept = [one for one in self.blocks if not (set(names).isdisjoint(one.names) or numbers.isdisjoint(one.samples))]
+        return Fields(self.lengths, kept, self.same)
+
+
+@dataclass(slots=True)
+class StoredSamples:
+    """Some samples of a step, as the controller and rollout workers know them."""
+
+    numbers: list[int]  # in the step
+    rows: list[SampleNumbers]
+    fields: Fields  # of all samples of the step
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def part(self, name: str, at: int) -> np.ndarray:
+        return self.fields.part(name, self.numbers[at])
+
+    def add(self, block: SampleBlock) -> None:
+        """Add fields that a later stage has computed; they replace those of the same name."""
+        self.fields.add(block)
 
     def subset(self, places: Iterable[int]) -> "StoredSamples":
         chosen = list(places)
-        rows = [self.rows[at] for at in chosen]
-        return StoredSamples([self.numbers[at] for at in chosen], rows, self.all_lengths, self.blocks, self.same)
+        return StoredSamples([self.numbers[at] for at in chosen], [self.rows[at] for at in chosen], self.fields)
 
-    def without_experts(self) -> "StoredSamples":
-        return replace(self, blocks=[block for block in self.blocks if block.names != ("experts",)], found={})
+    def for_rank(self, places: Iterable[int], *, experts: bool) -> "RankSamples":
+        """Return what a rank needs to read the samples at these places."""
+        names = [name for name in TOKEN_FIELDS if experts or name != "experts"]
+        return RankSamples(
+            np.array(self.numbers),
+            np.array([row.length for row in self.rows]),
+            np.array([row.weight for row in self.rows]),
+            np.array([row.label for row in self.rows]),
+            self.fields.only({self.numbers[at] for at in places}, names),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankSamples:
+    """All samples of a minibatch in numbers, and where those of one rank lie."""
+
+    numbers: np.ndarray  # [B], in the step
+    lengths: np.ndarray  # [B]
+    weights: np.ndarray  # [B]
+    labels: np.ndarray  # [B]
+    fields: Fields
+
+    def names(self) -> list[str]:
+        """Return the fields that losses read."""
+        known = self.fields.names()
+        return [name for name in TOKEN_FIELDS if name in known]
+
+    def part(self, name: str, at: int) -> np.ndarray:
+        return self.fields.part(name, int(self.numbers[at]))
 
 
 Samples = Sequence[Sample] | StoredSamples
@@ -119,3 +152,30 @@ Samples = Sequence[Sample] | StoredSamples
 def lengths_of(samples: Samples) -> list[int]:
     rows = samples.rows if isinstance(samples, StoredSamples) else samples
     return [row.length if isinstance(row, SampleNumbers) else row.length() for row in rows]
+
+
+def sampled_token_bytes(config: RLConfig, facts: ModelFacts) -> int:
+    """Return the bytes of a token that waits to be trained: with log-prob, reward, text and experts."""
+    experts = EXPERTS * facts.layers if reads_experts(config.training) else 0
+    return IDS + MASK + 2 * NUMBER + TEXT + experts
+
+
+def trained_token_bytes(config: RLConfig) -> int:
+    """Return the bytes that models and advantages add to a token of the step in training."""
+    algorithm, wanted = config.algorithm, needs(config.algorithm)
+    added = {
+        "advantages": 1,
+        "old_logprobs": int(algorithm.old_logprobs == "recompute"),
+        "ref_logprobs": int(algorithm.needs_reference()),
+        "teacher_logprobs": int("teacher" in wanted),
+        "values and returns": 2 * ("critic" in wanted),
+        "entropy": int(config.monitoring.tokens),
+    }
+    return NUMBER * sum(added.values())
+
+
+def sample_bytes(config: RLConfig, rollout: ResolvedRollout, facts: ModelFacts) -> int:
+    """Estimate the bytes of all samples at a time: those of each step under way, and what training adds to one."""
+    tokens = config.prompts_per_step * config.algorithm.group_size * rollout.longest()
+    steps = rollout.max_staleness + 1
+    return tokens * (steps * sampled_token_bytes(config, facts) + trained_token_bytes(config))

@@ -28,7 +28,7 @@ from trueline.plan.time import forward_flops, phase_seconds
 from trueline.rl.build import sync_plan
 from trueline.rollout.summary import transcript
 from trueline.runs.processes import engine_specs, episode_budget
-from trueline.runtime.cluster import Machine
+from trueline.runtime.cluster import OBJECT_STORE_BYTES, Machine
 from trueline.sync.weights import SyncPlan
 
 GIB = 2**30
@@ -409,6 +409,16 @@ def test_three_flags_fit(elsewhere: Any) -> None:
     said = describe(plan)
     assert "policy     1 x deepspeed rank, ZeRO 2, micro-batches of up to 2048 tokens, about" in said
     assert "reference  1 x deepspeed rank, micro-batches of up to 2048 tokens, about" in said
+
+
+def test_samples_that_no_object_store_here_holds_are_a_finding_and_count_as_memory(elsewhere: Any) -> None:
+    few, many = elsewhere(64), elsewhere(64, "prompts_per_step=4096", "rollout.max_staleness=3")
+    assert "object_store" not in {one.code for one in few.findings} and few.forecast.room.samples < GIB
+    (found,) = (one for one in many.findings if one.code == "object_store")
+    assert f"samples take up to {many.forecast.room.samples / GIB:.1f} GiB" in found.what
+    assert many.forecast.room.samples > 3 * GIB and many.layout.store_bytes == OBJECT_STORE_BYTES
+    needed = [plan.forecast.room.bytes_needed(plan.forecast.choice) for plan in (few, many)]
+    assert needed[1] - needed[0] > 3 * GIB
 
 
 def test_little_memory_computes_activations_again_in_every_trained_model(elsewhere: Any) -> None:

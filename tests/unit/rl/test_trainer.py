@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import json
 import math
+import threading
 import time
 from collections import Counter
 from dataclasses import replace
@@ -31,13 +32,14 @@ from trueline.data.types import LossOutput, Sample
 from trueline.models.ring_attention import Mesh
 from trueline.monitoring.timing import Timer
 from trueline.rl.models import DeviceSharing
-from trueline.rl.step import open_samples
+from trueline.rl.step import describe_tokens, open_samples
 from trueline.rl.trainer import RLTrainer
 from trueline.rollout.hf_engine import Request
 from trueline.rollout.pool import EnginePool
+from trueline.rollout.rollouts import Rollouts
 from trueline.runs.guard import UpdateMonitor
 from trueline.runs.state import RLState
-from trueline.runtime.actors import ActorDeath, Stored
+from trueline.runtime.actors import ActorDeath, ActorFailure, Stored
 from trueline.sync.weights import WeightSync
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings
@@ -90,6 +92,51 @@ def test_the_only_update_of_a_step_brings_its_old_log_probs(tmp_path: Path, monk
         same = [name for name in one if not name.startswith(("time/", "speed/", "memory/", "sync/seconds", "sync/gb"))]
         assert {name: one[name] for name in same} == {name: other[name] for name in same}
     assert found[0][3]["mismatch/logprob_gap_mean"] > 0
+
+
+def test_engines_do_not_wait_for_metrics_that_only_the_report_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of a step are described while the next ones are sampled, unless a checkpoint stores the numbers."""
+    found, released, waited = [], threading.Event(), []
+    release = Rollouts.release
+
+    def spy(self: Rollouts, version: int) -> None:
+        released.set()
+        release(self, version)
+
+    def slow(chat: Any, stored: StoredSamples, config: RLConfig) -> Any:
+        if (stage := len(waited) % 3) < 2 and not config.checkpoint.save:  # the last step is always stored
+            waited.append(released.wait(60))
+            released.clear()
+        else:
+            waited.append(stage == 2)
+        return describe_tokens(chat, stored, config)
+
+    monkeypatch.setattr(Rollouts, "release", spy)
+    monkeypatch.setattr("trueline.rl.trainer.describe_tokens", slow)
+    for save in ("false", "true"):
+        (folder := tmp_path / save).mkdir()
+        words = ["steps=3", "algorithm.kl.coefficient=0.1", f"checkpoint.save={save}", "checkpoint.every=1"]
+        assert run_letters(folder, "grpo", *words) == 0
+        found.append(rows_of(folder))
+    assert waited[:3] == [True] * 3
+    for one, other in zip(*found, strict=True):
+        same = [name for name in one if not name.startswith(("time/", "speed/", "memory/", "sync/seconds", "sync/gb"))]
+        assert {name: one[name] for name in same} == {name: other[name] for name in same}
+    saved = json.loads((tmp_path / "true" / "run" / "checkpoints" / "step_000003" / "metrics.json").read_text())
+    assert saved["mismatch/kl"] == found[0][3]["mismatch/kl"] and saved["policy/sequence_kl"] > 0
+
+
+def test_a_failure_while_tokens_are_described_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(chat: Any, stored: StoredSamples, config: RLConfig) -> Any:
+        raise ActorFailure("samples of this step are lost")
+
+    monkeypatch.setattr("trueline.rl.trainer.describe_tokens", fail)
+    assert run_letters(tmp_path, "grpo", "steps=2", "checkpoint.save=false") == 1
+    assert "samples of this step are lost" in "".join(capsys.readouterr())
 
 
 def test_a_synchronous_run_is_the_same_whatever_updates_do_to_running_answers(tmp_path: Path) -> None:

@@ -1,16 +1,21 @@
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.stored import store_samples
 from tests.support.tiny import make_samples
 from trueline.config.model import RanksConfig
+from trueline.data.batching import FILLER, collate
 from trueline.data.types import Batch, LossOutput, Sample
 from trueline.models.ring_attention import Mesh
-from trueline.runtime.actors import LocalActor
+from trueline.runtime.actors import LocalActor, Stored
 from trueline.training.group import ModelGroup, reduce_reports
 from trueline.training.report import LossAccumulator, Report
+from trueline.training.samples import RankSamples, SampleBlock, StoredSamples
 
 
 class Echo:
@@ -21,6 +26,60 @@ class Echo:
         rows = [at for micro_batch in passes for at in micro_batch if at >= 0]
         pieces = [packed.arrays["tokens"][starts[at] : starts[at] + packed.lengths[at]] for at in rows]
         return np.concatenate([np.zeros(0), *pieces]).astype(np.float32)
+
+
+class Reader:
+    """A rank that reads all its passes, and keeps what it was sent."""
+
+    def score_kept(self, packed: RankSamples, passes: list[list[int]], field: str, *_: Any) -> Any:
+        self.sent = packed
+        batches = [(some, collate(packed, some, torch.device("cpu"))) for some in passes]
+        read = [batch.tokens for some, batch in batches if FILLER not in some]
+        return None, {field: torch.cat([torch.zeros(0), *read]).numpy()}
+
+
+FIELD: dict[str, Callable[[Sample], Any]] = {
+    "tokens": lambda one: one.tokens,
+    "mask": lambda one: one.mask,
+    "token_rewards": lambda one: one.mask.float(),
+}
+
+
+def in_blocks(samples: list[Sample], size: int) -> StoredSamples:
+    """Store so many samples in each block, and what no loss reads in blocks of its own."""
+    whole = store_samples(samples)
+    blocks = []
+    for start in range(0, len(samples), size):
+        places = tuple(range(start, min(start + size, len(samples))))
+        for names in (("tokens", "mask"), ("token_rewards",)):
+            arrays = {name: np.concatenate([FIELD[name](samples[at]) for at in places]) for name in names}
+            blocks.append(SampleBlock(names, places, Stored(arrays)))
+    return replace(whole, fields=replace(whole.fields, blocks=blocks))
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1), Mesh(3), Mesh(4, ring=2), Mesh(4, tensor=2)])
+@pytest.mark.parametrize("count", [1, 2, 11])
+def test_each_rank_is_sent_references_to_its_own_samples_alone(mesh: Mesh, count: int) -> None:
+    samples, readers = make_samples(count), [Reader() for _ in range(mesh.world)]
+    stored = in_blocks(samples, size=1)
+    actors = [LocalActor(f"rank-{rank}", reader) for rank, reader in enumerate(readers)]
+    group = ModelGroup("model", actors, RanksConfig(micro_batch_tokens=30), 60, mesh)
+    for block in group.score_stored(stored, "ref_logprobs"):
+        stored.add(block)
+    assert all(np.array_equal(stored.part("ref_logprobs", at), one.tokens) for at, one in enumerate(samples))
+    passes = group.plan(stored)
+    for rank, reader in enumerate(readers):
+        own = {at for micro_batch in passes[mesh.data_place(rank)] for at in micro_batch}
+        sent = [(block.names, number) for block in reader.sent.fields.blocks for number in block.samples]
+        assert sorted(sent) == [(("tokens", "mask"), number) for number in sorted({max(at, 0) for at in own})]
+
+
+def test_a_field_that_is_added_again_replaces_what_was_read() -> None:
+    stored = store_samples(make_samples(2))
+    for value in (1.0, 2.0):
+        arrays = {"entropy": np.full(sum(row.length for row in stored.rows), value, np.float32)}
+        stored.add(SampleBlock(("entropy",), (0, 1), Stored(arrays)))
+        assert set(stored.part("entropy", 1)) == {value}
 
 
 def make_group(mesh: Mesh, tokens: int = 30) -> ModelGroup:
