@@ -1,15 +1,17 @@
 """Processor time of a turn with a slow tool, in the process that plays the episodes and in those of the tools.
 
-    python benchmarks/tool_turns.py [--episodes 2000] [--turns 8] [--seconds 0.2] [--blocking] [--out FILE]
+    python benchmarks/tool_turns.py [--episodes 2000] [--turns 8] [--seconds 0.2] [--workers 0] [--blocking] [--out F]
 
 All episodes begin at once. The policy calls a tool in every turn but the last. No model samples: calls and answers are
 made up and returned at once. Tokens are bytes; the chat template writes calls as Qwen2.5's does. The tool is a
-coroutine, or with `--blocking` a function that sleeps in a thread. Other programs change the episodes per second, but
-hardly the processor time.
+coroutine, or with `--blocking` a function that sleeps in a thread. With `--workers`, so many rollout workers play the
+episodes in Ray processes, in groups of eight, and what they return stays in the object store. Other programs change the
+episodes per second, but hardly the processor time.
 """
 
 import argparse
 import asyncio
+import os
 import sys
 import tempfile
 import time
@@ -27,8 +29,12 @@ from trueline.environments.opening import OpenEnvironment, check_environment
 from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes
+from trueline.rollout.groups import SamplerSpec
 from trueline.rollout.pool import EnginePool, RolloutKey
 from trueline.rollout.session import EpisodeLimits
+from trueline.runs.rollout_workers import GroupWorker, RolloutWorkers
+from trueline.runtime.actors import Placement, RayActor, Target
+from trueline.runtime.cluster import machine_at_hand, ray_cluster
 
 TEMPLATE = """{%- if tools %}{{ '<s>system\\n' + (messages[0].content if messages[0].role == 'system' else 'Help.') }}
 {{- '\\n\\n# Tools\\n\\nThe functions are in <tools></tools>:\\n<tools>' }}
@@ -78,6 +84,7 @@ def blocking(town: str, days: int) -> str:
 CALL = (
     'I look it up.\n<tool_call>\n{{"name": "{name}", "arguments": {{"town": "Town {turn}", "days": 3}}}}\n</tool_call>'
 )
+HERE = Path(__file__).resolve().parent
 ANSWER = "It will be sunny."
 ASKED = [{"role": "system", "content": "Be brief."}]
 QUESTION, GROUP = "How will the weather be in week {}?", 8  # that many episodes have the same prompt
@@ -114,10 +121,12 @@ class Bench:
         self.params = SamplingParams(1.0, context, tuple(chat.stop_ids))
         self.turns = given.turns
 
+    def prompt(self, group: int) -> Prompt:
+        return Prompt(0, [*ASKED, {"role": "user", "content": QUESTION.format(group)}], tools=self.tools)
+
     async def play(self, number: int) -> None:
         key = RolloutKey(number, 0, None)
-        prompt = Prompt(0, [*ASKED, {"role": "user", "content": QUESTION.format(number // GROUP)}], tools=self.tools)
-        ended = await self.episodes.run(self.environment(), prompt, key, self.params)
+        ended = await self.episodes.run(self.environment(), self.prompt(number // GROUP), key, self.params)
         if ended.outcome.is_failure or ended.metrics["episode/turns"] != self.turns or ended.branches:
             raise RuntimeError(f"{ended.outcome}, {ended.metrics}: {ended.error}")
 
@@ -133,6 +142,46 @@ class Bench:
         return {"episodes_per_second": episodes / seconds, **found}
 
 
+class PlayingWorker(GroupWorker):
+    """A rollout worker with a share of the tools' processes."""
+
+    def __init__(self, given: argparse.Namespace, folder: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        bench = Bench(given, Path(folder))
+        super().__init__(bench.episodes, bench.environment)
+
+
+async def measure_workers(given: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Let rollout workers play all episodes at once."""
+    bench = Bench(given, folder)
+    share = argparse.Namespace(**vars(given) | {"processes": max(given.processes // given.workers, 1)})
+    target: Target[GroupWorker] = Target("tool_turns:PlayingWorker", True, (GroupWorker.sample.__name__,))
+    spot = Placement(environment={"PYTHONPATH": os.pathsep.join(map(str, [HERE, HERE.parent])), "OMP_NUM_THREADS": "1"})
+    names = [f"rollouts-{number}" for number in range(given.workers)]
+    logs = [folder / f"{name}.log" for name in names]
+    actors = [
+        RayActor(name, target, [share, str(folder / name)], spot, log) for name, log in zip(names, logs, strict=True)
+    ]
+    workers = RolloutWorkers(actors, EnginePool([]))
+    await workers.start()
+    spec = SamplerSpec(bench.params, GROUP, None, "train")
+
+    async def play(groups: range) -> None:
+        played = await asyncio.gather(*(workers.sample(spec, (at, bench.prompt(at)), at) for at in groups))
+        ends = [one for group in played for one in group]
+        if wrong := [one for one in ends if one.outcome.is_failure or one.metrics["episode/turns"] != given.turns]:
+            raise RuntimeError(f"{wrong[0].outcome}, {wrong[0].metrics}: {wrong[0].error}")
+
+    groups = given.episodes // GROUP
+    await play(range(given.workers * share.processes))  # which starts all processes
+    begun, own, theirs = time.perf_counter(), time.process_time(), seconds_of_children()
+    await play(range(groups))
+    seconds, turns = time.perf_counter() - begun, groups * GROUP * given.turns
+    spent = {"driver": time.process_time() - own, "workers_and_tools": seconds_of_children() - theirs}
+    found = {f"milliseconds_per_turn/{name}": 1000 * value / turns for name, value in spent.items()}
+    return {"episodes_per_second": groups * GROUP / seconds, **found}
+
+
 def seconds_of_children() -> float:
     times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
     return sum(one.user + one.system for one in times)
@@ -144,12 +193,16 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=0.2)
     parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--blocking", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(given, Path(folder))
-        found = asyncio.run(bench.measure(given.episodes, given.processes))
+        if given.workers:
+            with ray_cluster(machine_at_hand()):
+                found = asyncio.run(measure_workers(given, Path(folder)))
+        else:
+            found = asyncio.run(Bench(given, Path(folder)).measure(given.episodes, given.processes))
     print(found)
     write_result(given.out, found)
     return 0
