@@ -31,7 +31,7 @@ class SlowEngine(VllmEngine):
             self.most = max(self.most, params.max_new_tokens)
             length = min(int(SHORTEST * Random(request.partition(".")[0]).paretovariate(SHAPE)), self.most)
             before = self.most - params.max_new_tokens  # of a completion that goes on
-            params = replace(params, max_new_tokens=max(length - before, 1))
+            params = replace(params, max_new_tokens=max(length - before, 1), stop_tokens=())
         return await super()._sample(tokens, params, request)
 
 
