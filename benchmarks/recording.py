@@ -24,7 +24,7 @@ from trueline.demo.material import make_tokenizer
 from trueline.monitoring import trackers
 from trueline.monitoring.events import Events
 from trueline.monitoring.heartbeat import ActivityLog
-from trueline.rl import trainer
+from trueline.rl import step
 from trueline.rl.transcripts import MOST_TOKENS, token_rows
 
 IN_FLIGHT, ROUNDS = 256, 7
@@ -108,7 +108,7 @@ class Spent:
 def in_a_run(folder: Path, steps: int, prompts: int, tokens: int) -> None:
     spent = Spent()
     Events.add, Events.row = spent.wrap(Events.add), spent.wrap(Events.row)  # type: ignore[method-assign]
-    trainer.token_rows = spent.wrap(trainer.token_rows)  # type: ignore[assignment]
+    step.token_rows = spent.wrap(step.token_rows)  # type: ignore[assignment]
     trackers.compact = spent.wrap(trackers.compact)  # it also writes transcripts without tokens
     make_model(folder / "model", "tiny", vocabulary=len(make_tokenizer()))
     make_prompts(folder)

@@ -15,7 +15,7 @@ import pytest
 from tests.support.tiny import make_tiny_model
 from trueline.monitoring import trackers
 from trueline.monitoring.events import Events
-from trueline.rl import trainer
+from trueline.rl import step
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "benchmarks"
@@ -102,7 +102,7 @@ def test_every_script_is_in_the_table() -> None:
 
 @pytest.mark.parametrize(("name", "words"), tried(apart=False))
 def test_a_script_runs_in_this_process(name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, attribute in ((Events, "add"), (Events, "row"), (trainer, "token_rows"), (trackers, "compact")):
+    for owner, attribute in ((Events, "add"), (Events, "row"), (step, "token_rows"), (trackers, "compact")):
         monkeypatch.setattr(owner, attribute, vars(owner)[attribute])  # recording.py puts its own in their place
     monkeypatch.setattr(sys, "argv", [name, *in_folder(words, tmp_path)])
     try:
