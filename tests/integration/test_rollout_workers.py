@@ -83,7 +83,7 @@ def test_a_run_with_workers_is_the_run_of_one_process(
     assert all("evaluation/reward" in row for row in rows_in(apart))
     assert all((apart / "logs" / f"rollouts-{number}" / "reward.log").exists() for number in range(2))
     plans = capsys.readouterr().out.split("done: ")
-    assert "workers    2 for rollouts" in plans[0] and "workers" not in plans[1]
+    assert "workers    2 for rollouts" in plans[0] and "\nworkers " not in plans[1]
 
 
 OWN_RANKS = ["critic.engine=torch", "reward_model.engine=torch", "critic.learning_rate=1e-3"]
