@@ -34,8 +34,8 @@ class WarmProcesses:
         self.used.append((kind, actor, actor.handle, actor.location_ref))
 
     @contextmanager
-    def cluster(self, machine: Machine) -> Iterator[None]:
-        connect(machine.gpus)
+    def cluster(self, machine: Machine, store_bytes: int) -> Iterator[None]:
+        connect(machine.gpus, store_bytes)
         try:
             yield
         finally:

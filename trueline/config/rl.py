@@ -83,8 +83,7 @@ class RolloutConfig(SamplingControls):
     max_sequences: int = Field(256, ge=1)
     """Concurrent completions per engine."""
     workers: int | None = Field(None, ge=0)
-    """Processes that run episodes, environments and rewards, spread over the nodes. 0: all in the run's own process.
-    null: one per node of a cluster, else 0."""
+    """Processes for episodes, environments and rewards. 0: the run's own. null: one per node of a cluster, else 0."""
     gpu_memory_utilization: float | None = Field(None, gt=0, lt=1)
     """Share of each GPU's memory for the engine (weights and KV cache). null: what other models leave, or 0.9."""
     cpu_cache_gib: float = Field(1.0, gt=0)

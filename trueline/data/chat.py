@@ -55,7 +55,6 @@ class ChatFormat:
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        tokenizer("")  # so that the tokens of a text are neither cut nor padded
         self.templated = use_template and bool(tokenizer.chat_template)
         self.stop_ids = frozenset({*stop_ids, tokenizer.eos_token_id})
         self.template = Template(tokenizer, arguments or {})
@@ -83,7 +82,7 @@ class ChatFormat:
         special = not self.templated
         if not self.tokenizer.is_fast:
             return [len(self._tokens(text, special=special)) for text in texts]
-        encode = self.tokenizer.backend_tokenizer.encode_batch_fast
+        encode = self._backend.encode_batch_fast
         parts = (texts[at : at + COUNTED] for at in range(0, len(texts), COUNTED))
         return [len(one) for part in parts for one in encode(part, add_special_tokens=special)]
 
@@ -236,7 +235,7 @@ class ChatFormat:
     def _tokens(self, text: str, *, special: bool) -> list[int]:
         if not self.tokenizer.is_fast:
             return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
-        (encoded,) = self.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special)
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
         return list(encoded.ids)
 
     def reply_text(self, tokens: list[int]) -> str:
@@ -257,7 +256,13 @@ class ChatFormat:
     def _decode(self, tokens: list[int], *, skip_special: bool) -> str:
         if not self.tokenizer.is_fast or self.tokenizer.clean_up_tokenization_spaces:
             return str(self.tokenizer.decode(tokens, skip_special_tokens=skip_special))
-        return str(self.tokenizer.backend_tokenizer.decode(tokens, skip_special_tokens=skip_special))
+        return str(self._backend.decode(tokens, skip_special_tokens=skip_special))
+
+    @cached_property
+    def _backend(self) -> Any:
+        """Return what a fast tokenizer calls; its first call here makes it neither cut nor pad."""
+        self.tokenizer("")
+        return self.tokenizer.backend_tokenizer
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:

@@ -24,6 +24,7 @@ from trueline.data.rows import (
     TableRows,
     is_large,
     locate_row,
+    parse_row,
     repeats,
     single_keys,
 )
@@ -125,6 +126,14 @@ def read_file(file: Path, key: str) -> Sequence[Located]:
         raise ConfigError(f"{key}={file}: cannot be read as {file.suffix[1:]}: {error}") from None
 
 
+def read_json_lines(file: Path) -> Sequence[Located]:
+    """Read JSON lines; those of a pipe, which can be read only once, stay in memory."""
+    if file.is_file():
+        return Lines(file)
+    with file.open(encoding="utf-8-sig") as lines:
+        return [parse_row(line, f"{file}, line {at}") for at, line in enumerate(lines, 1) if line.strip()]
+
+
 def read_json(file: Path) -> Sequence[Located]:
     text = file.read_text(encoding="utf-8-sig")
     try:
@@ -132,7 +141,7 @@ def read_json(file: Path) -> Sequence[Located]:
         rows = whole if isinstance(whole, list) else [whole]
     except json.JSONDecodeError as error:
         if not text.lstrip().startswith("["):
-            return Lines(file)
+            return read_json_lines(file)
         raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg}): fix it") from None
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
@@ -231,7 +240,7 @@ def read_hub(name: str, key: str) -> TableRows:
 
 
 READERS: dict[str, Callable[[Path], Sequence[Located]]] = {
-    ".jsonl": Lines,
+    ".jsonl": read_json_lines,
     ".json": read_json,
     ".csv": read_csv,
     ".tsv": partial(read_csv, separator="\t"),
