@@ -29,6 +29,20 @@ def letters(reply: str) -> float:
     Path(__file__).with_name(f"scored-{'-'.join(HERE) or 'alone'}").touch()
     return sum("a" <= character <= "z" for character in reply) / 8
 """
+GAME = """
+from pathlib import Path
+
+from reward import HERE
+
+
+class Once:
+    def reset(self, prompt):
+        return None
+
+    def step(self, reply):
+        Path(__file__).with_name(f"played-{'-'.join(HERE) or 'alone'}").touch()
+        return {"messages": "", "reward": 0.25, "done": True}
+"""
 SMALL = ["rollout.max_new_tokens=16", "prompts_per_step=2", "algorithm.group_size=4", "steps=3"]
 SPREAD = ["training.ranks=2", "training.zero_stage=3", "training.learning_rate=1e-3"]
 SLOTS = (0, 1, 2)  # of each node; runs are started on the first
@@ -44,6 +58,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = [{"prompt": f"{number}:", "chosen": "abc", "rejected": f"{number}"} for number in range(12)]
     (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     (folder / "reward.py").write_text(LETTERS)
+    (folder / "game.py").write_text(GAME)
     return folder
 
 
@@ -87,14 +102,16 @@ def compare(home: Path, one: str, other: str, *names: str) -> None:
 def test_grpo_spans_nodes_and_learns_what_one_machine_learns(home: Path, cluster: Nodes) -> None:
     """The driver is on a node without slots; the policy's ranks are on both others, the engine is on the second.
 
-    Both have a rollout worker, and score completions.
+    Both have a rollout worker, play episodes and score completions.
     """
-    words = ["--reward", "reward.py:letters", *SMALL, *SPREAD]
+    words = ["--reward", "reward.py:letters", "--environment", "game.py:Once", "rollout.max_prompt_tokens=32"]
+    words += [*SMALL, *SPREAD]
     said = ended(begin(home, "grpo", "grpo-spread", words, cluster))
     assert "workers    2 for rollouts" in said
     assert "node       10.77.0.2: policy 0; reference 0; rollouts 0\n" in said
     assert "node       10.77.0.3: policy 1; reference 1; engine 0; rollouts 1\n" in said
-    assert {"scored-10.77.0.2", "scored-10.77.0.3"} <= {file.name for file in home.glob("scored-*")}
+    for work in ("played", "scored"):
+        assert {f"{work}-10.77.0.2", f"{work}-10.77.0.3"} <= {file.name for file in home.glob(f"{work}-*")}
     assert "Weight sync verified" in said
     ended(begin(home, "grpo", "grpo-alone", words, None))
     compare(home, "grpo-spread", "grpo-alone", "reward/mean", "response_length/mean", "policy/kl")

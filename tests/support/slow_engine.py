@@ -8,10 +8,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
 from trueline.data.types import Completion
+from trueline.rollout import vllm_engine
 from trueline.rollout.engine import EngineSpec, SamplingParams
 from trueline.rollout.vllm_engine import VllmEngine
 
@@ -23,6 +25,8 @@ class SlowEngine(VllmEngine):
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
         self.heavy = HEAVY in os.environ
+        if self.heavy:  # vLLM knows the model's own end, too
+            vllm_engine.VllmParams = partial(vllm_engine.VllmParams, ignore_eos=True)  # type: ignore[misc,assignment,attr-defined]
         self.most = 0
         self.llm.step = slow_step(self.llm, float(os.environ.get(DELAY, "0.02")))  # type: ignore[method-assign]
 

@@ -42,11 +42,15 @@ class SamplerSpec:
 class Sampler(Protocol):
     """Sample groups here, or through rollout workers."""
 
-    @property
-    def size(self) -> int: ...
+    spec: SamplerSpec
 
     @property
-    def purpose(self) -> str: ...
+    def size(self) -> int:
+        return self.spec.size
+
+    @property
+    def purpose(self) -> str:
+        return self.spec.purpose
 
     @property
     def pool(self) -> EnginePool: ...
@@ -68,14 +72,6 @@ class GroupSampler(Sampler):
     episodes: Episodes
     environment: Callable[[], Environment]
     spec: SamplerSpec
-
-    @property
-    def size(self) -> int:
-        return self.spec.size
-
-    @property
-    def purpose(self) -> str:
-        return self.spec.purpose
 
     @property
     def pool(self) -> EnginePool:

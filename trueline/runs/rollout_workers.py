@@ -301,14 +301,6 @@ class WorkerSampler(Sampler):
     spec: SamplerSpec
 
     @property
-    def size(self) -> int:
-        return self.spec.size
-
-    @property
-    def purpose(self) -> str:
-        return self.spec.purpose
-
-    @property
     def pool(self) -> EnginePool:
         return self.workers.pool
 

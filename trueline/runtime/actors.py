@@ -96,7 +96,10 @@ class Actor(Protocol[Object_co]):
     def stop(self) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+SHARING = threading.Lock()
+
+
+@dataclass(slots=True)
 class Stored(Generic[Result_co]):
     """A value that lies in the object store, or in this process; who needs it fetches it."""
 
@@ -109,6 +112,12 @@ class Stored(Generic[Result_co]):
         except RayError as error:
             raise ActorFailure(f"samples of this step are lost with the node that held them: {error}") from error
         return value
+
+    def share(self) -> None:
+        """Move a value of this process into the object store, where there is one, for other processes."""
+        with SHARING:  # several threads send the same samples
+            if ray.is_initialized() and not isinstance(self.place, ray.ObjectRef):
+                self.place = ray.put(self.place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +162,13 @@ class LocalActor(Actor[Object]):
         self, method: Method[Object, Given, tuple[Result, Body]], *args: Given.args, **named: Given.kwargs
     ) -> Pending[tuple[Result, Stored[Body]]]:
         head, body = self.submit(method, *args, **named).result(0)
-        return Done((head, store(body)))
+        return Done((head, Stored(body)))
 
     async def call_kept(
         self, bodies: int, method: AsyncMethod[Object, Given, Any], *args: Given.args, **named: Given.kwargs
     ) -> tuple[Any, tuple[Stored[Any], ...]]:
         head, *rest = await self.call(method, *args, **named)
-        return head, tuple(map(store, rest))
+        return head, tuple(map(Stored, rest))
 
     def stop(self) -> None:
         pass
@@ -387,8 +396,3 @@ def share(value: Result) -> Result:
     """Put a value into the object store once for several actors; Ray passes them the value itself."""
     shared: Any = ray.put(value) if ray.is_initialized() else value
     return shared
-
-
-def store(value: Result) -> Stored[Result]:
-    """Put a value of this process into the object store, where there is one."""
-    return Stored(ray.put(value) if ray.is_initialized() else value)

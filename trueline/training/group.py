@@ -163,7 +163,11 @@ class ModelGroup:
         if isinstance(samples, StoredSamples):
             # A pass of fillers takes the types of its fields from the first sample.
             places = [{max(at, 0) for micro_batch in passes for at in micro_batch} for passes in plan]
-            return [samples.for_rank(some, experts=self.reads_experts) for some in places]
+            readers = [samples.for_rank(some, experts=self.reads_experts) for some in places]
+            if not isinstance(self.actors[0], LocalActor):
+                for block in (block for one in readers for block in one.fields.blocks):
+                    block.arrays.share()
+            return [*readers]
         packed = pack_samples(list(samples), experts=self.reads_experts)
         return [packed if isinstance(self.actors[0], LocalActor) else share(packed)] * len(plan)
 

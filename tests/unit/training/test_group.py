@@ -148,3 +148,16 @@ def test_passes_add_up_and_maxima_are_those_of_tokens_that_count() -> None:
     report = tally.report()
     assert report.sums == pytest.approx({"mean": 10 * 1.75, "loss": 1.75, "weight": 1.0})
     assert report.maxima == {"largest": 5.0}
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_samples_are_put_into_the_store_once_ranks_of_other_processes_read_them(
+    local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[Any] = []
+    monkeypatch.setattr(Stored, "share", lambda self: moved.append(self))
+    anywhere: Any = LocalActor("policy", object()) if local else object()
+    group = ModelGroup("policy", [anywhere], RanksConfig(micro_batch_tokens=99), 60.0, Mesh(1))
+    stored = store_samples([Sample(torch.arange(4), torch.ones(4, dtype=torch.bool)) for _ in range(2)])
+    group._readers(stored, [[[0, 1]]])
+    assert moved == ([] if local else [stored.fields.blocks[0].arrays])
