@@ -480,7 +480,7 @@ def calibrate(runs: list[dict[str, Any]]) -> tuple[Speed, Load]:
     """Return how long synchronous runs of benchmarks/asynchrony.py take for what, and what they sample.
 
     Their engine sleeps before each step, so a step takes about the same time whatever the number of sequences is. The
-    longest completion of each step makes its rollout: a line through all of them gives a token and a request.
+    longest completion of each step makes its rollout: the best line without a negative part gives a token and a request.
     """
     prompts, size = MEASURED_BATCH
     load = Load(prompts, size, MEASURED_TOKENS, heavy_tailed(SHORTEST, SHAPE), prompt_tokens=0)
@@ -489,10 +489,13 @@ def calibrate(runs: list[dict[str, Any]]) -> tuple[Speed, Load]:
     keys = [[RolloutKey(group, index) for group in some for index in range(size)] for some in groups]
     longest = [max(load.length(key.request(0), MEASURED_TOKENS) for key in some) for some in keys]
     rollouts = [run["rollouts"][step] for run in runs for step in steps]
-    token, request = map(float, np.polyfit(longest * len(runs), rollouts, 1))
+    lengths = np.array(longest * len(runs))
+    token, request = map(float, np.polyfit(lengths, rollouts, 1))
+    if request < 0:
+        token, request = float(lengths @ np.array(rollouts) / (lengths @ lengths)), 0.0
     sync, step = (fmean(run[name] for run in runs) for name in ("sync", "step"))
     train = step - fmean(rollouts) - sync
-    return Speed(((1, token),), train=train, sync=sync, request=max(request, 0.0)), load
+    return Speed(((1, token),), train=train, sync=sync, request=request), load
 
 
 def predict(file: Path) -> dict[str, Any]:
