@@ -480,7 +480,7 @@ def calibrate(runs: list[dict[str, Any]]) -> tuple[Speed, Load]:
     """Return how long synchronous runs of benchmarks/asynchrony.py take for what, and what they sample.
 
     Their engine sleeps before each step, so a step takes about the same time whatever the number of sequences is. The
-    longest completion of each step makes its rollout: the best line without a negative part gives a token and a request.
+    longest completion of each step makes its rollout: the best line that is never negative gives a token and a request.
     """
     prompts, size = MEASURED_BATCH
     load = Load(prompts, size, MEASURED_TOKENS, heavy_tailed(SHORTEST, SHAPE), prompt_tokens=0)
