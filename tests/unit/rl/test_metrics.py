@@ -34,6 +34,8 @@ def test_staleness_is_the_largest_and_a_sample_is_as_old_as_its_oldest_token() -
     older.add_action(Completion.of([5], [-1.0], 3, "stop"))
     found = described([[trajectory(1.0, 7), older], [trajectory(0.0, 5, group=1), trajectory(0.0, 6, group=1)]])
     assert found["rollout/staleness_max"] == 4
+    assert found["rollout/staleness_mean"] == pytest.approx(7 - (2 * 7 + 2 * 6 + 3 + 2 * 5 + 2 * 6) / 9)
+    assert found["rollout/several_versions_share"] == 0.25
 
 
 def test_groups_of_one_have_no_spread_to_lack() -> None:

@@ -21,7 +21,7 @@ from trueline.environments.base import Environment, EpisodeResult, OutOfBudget, 
 from trueline.rewards.base import RewardFailure
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.episode import Episodes
-from trueline.rollout.pool import EnginePool, RolloutKey
+from trueline.rollout.pool import EnginePool, RolloutKey, SequencePlace
 from trueline.rollout.session import EpisodeLimits
 from trueline.usercode.failures import ProcessLost
 
@@ -506,3 +506,35 @@ def test_a_turn_needs_room_for_one_token_of_a_reply(more: int, turns: int, token
     cut = Table(tokenizer, CHATML, "2", "4", context=before_second + more).run(two_turns)
     assert cut.metrics["episode/turns"] == turns
     assert ("leave no room for a reply" in cut.cut_off) is (turns == 1)
+
+
+@pytest.mark.parametrize("turns", [1, 4])
+def test_later_turns_tell_the_pool_what_an_engine_has_of_their_sequence(
+    turns: int, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each sequence has a number of its own; an episode of one turn continues nothing."""
+    told: list[tuple[int, SequencePlace | None]] = []
+    generate = EnginePool.generate
+
+    async def spy(self: EnginePool, tokens: list[int], *args: Any) -> Completion:
+        told.append((len(tokens), args[3]))
+        return await generate(self, tokens, *args)
+
+    monkeypatch.setattr(EnginePool, "generate", spy)
+
+    async def play(policy: Policy, prompt: Prompt) -> EpisodeResult:
+        if turns == 1:
+            await policy.reply(prompt.messages)
+            return EpisodeResult(1.0)
+        await policy.reply([MORE])
+        return await two_turns(policy, prompt)
+
+    table = Table(tokenizer, None, "ab", "cd", "ef", turns=turns)
+    trajectory = table.run(play)
+    assert trajectory.outcome.is_scored, trajectory.error
+    if turns == 1:
+        assert [place for _, place in told] == [None]
+        return
+    first, second, third = told
+    assert first[1] == SequencePlace(1, 0) and second[1] == SequencePlace(2, 0)
+    assert third[1] == SequencePlace(2, second[0] + len(table.engine.said[1])) and third[0] > third[1].known
