@@ -14,31 +14,34 @@ import time
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
+from queue import Empty
 from statistics import median
 from typing import Any
 
 import torch
 
 from trueline.training.saving import MODEL, TRAINING, Content, Saver
+from trueline.training.shards import whole_shard
 
 RANKS, LAYERS = 4, 24
 
 
-def contents(elements: int) -> Iterator[Content]:
+def contents(elements: int, rank: int, world: int) -> Iterator[Content]:
     """Weights in bfloat16, and master weights and two moments in float32: 14 bytes of each parameter."""
     weight = torch.ones(elements, dtype=torch.bfloat16)
     state = torch.ones(elements)
     for layer in range(LAYERS):
-        yield MODEL, f"layer.{layer}", weight
+        yield MODEL, whole_shard(f"layer.{layer}", weight)
     for layer in range(LAYERS):
-        yield from ((TRAINING, f"layer.{layer}/{part}", state) for part in ("weight", "exp_avg", "exp_avg_sq"))
+        for part in ("weight", "exp_avg", "exp_avg_sq"):
+            yield TRAINING, whole_shard(f"layer.{layer}/{part}", state, rank, world)
 
 
 def save(rank: int, world: int, settings: argparse.Namespace, starts: Any, times: Any) -> None:
     """Save once per round; the first save allocates buffers and does not count."""
     torch.set_num_threads(1)
     elements = settings.mebibytes * 2**20 // 14 // LAYERS
-    saver = Saver(rank, world, lambda model: contents(elements))
+    saver = Saver(rank, world, lambda model, planned=False: contents(elements, rank, world))
     for number in range(settings.rounds + 1):
         starts.wait()
         begin = time.monotonic()
@@ -47,6 +50,16 @@ def save(rank: int, world: int, settings: argparse.Namespace, starts: Any, times
         saved = saver.result(wait=True)
         assert saved is not None and saved.problem is None, saved
         times.put((number, held, time.monotonic()))
+
+
+def next_time(times: Any, ranks: list[Any]) -> Any:
+    """Wait for a rank's time, as long as all ranks live."""
+    while True:
+        try:
+            return times.get(timeout=1.0)
+        except Empty:
+            if dead := [one.exitcode for one in ranks if one.exitcode]:
+                raise SystemExit(f"a rank ended with {dead[0]}") from None
 
 
 def seconds(world: int, settings: argparse.Namespace) -> tuple[float, float]:
@@ -62,7 +75,7 @@ def seconds(world: int, settings: argparse.Namespace) -> tuple[float, float]:
         folder.mkdir()
         starts.wait()
         begin = time.monotonic()
-        ends = [times.get() for _ in ranks]
+        ends = [next_time(times, ranks) for _ in ranks]
         shutil.rmtree(folder)
         if number:
             taken.append(max(end for _, _, end in ends) - begin)
