@@ -269,7 +269,7 @@ def test_an_engine_that_is_stopped_and_then_one_that_is_dead(ray_logs: Path) -> 
     assert beat is not None
     os.kill(beat.pid, signal.SIGSTOP)
     with watched(ray_logs, 30.0) as first:
-        call = engine._call("generate")
+        call = engine._call("generate", {})
         line, asked = first(), explain(ray_logs.parent)
         victim = psutil.Process(beat.pid)
         victim.kill()
