@@ -13,7 +13,7 @@ from tests.support.letters import rows_of, run_letters
 from tests.support.tiny import make_tiny_model
 from trueline.algorithms.advantages import assign_advantages
 from trueline.cli import main
-from trueline.rl import build, trainer
+from trueline.rl import build, step
 from trueline.runs.processes import Sampling, open_sampling
 from trueline.sync.weights import WeightSync
 
@@ -39,7 +39,7 @@ def test_advantages_of_the_wrong_sign(tmp_path: Path, monkeypatch: pytest.Monkey
         for sample in samples:
             sample.advantages = -sample.advantages
 
-    monkeypatch.setattr(trainer, "assign_advantages", flipped)
+    monkeypatch.setattr(step, "assign_advantages", flipped)
     assert run_letters(tmp_path, "grpo", "steps=20", "prompts_per_step=16") == 0
     assert "health/reward" in rules(tmp_path)
 
