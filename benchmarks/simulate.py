@@ -104,7 +104,6 @@ class Speed:
     train: float = 2.2  # seconds of a step's training
     sync: float = 0.41
     start: float = 60.0  # of an engine that died
-    request: float = 0.0  # of each request besides its tokens: on its way, and for its reward
 
     def step_seconds(self, sequences: int) -> float:
         sizes, seconds = zip(*self.steps, strict=True)
@@ -298,8 +297,8 @@ class Nobody(Environment):
 class SimulatedEpisodes:
     """Episodes without texts: turns of the policy, and a tool that takes its time after each but the last."""
 
-    def __init__(self, pool: EnginePool, load: Load, request_seconds: float, check: Callable[[], None]) -> None:
-        self.pool, self.load, self.request_seconds, self.check = pool, load, request_seconds, check
+    def __init__(self, pool: EnginePool, load: Load, check: Callable[[], None]) -> None:
+        self.pool, self.load, self.check = pool, load, check
         self.prompt = [0] * load.prompt_tokens
 
     async def run(
@@ -310,7 +309,6 @@ class SimulatedEpisodes:
             for turn in range(self.load.turns):
                 self.check()
                 completion = await self.pool.generate(tokens, params, key, turn)
-                await asyncio.sleep(self.request_seconds)
                 trajectory.add_action(completion)
                 tokens = tokens + completion.tokens.tolist()
                 if turn + 1 < self.load.turns:
@@ -347,7 +345,7 @@ class Simulation:
         self.trained: set[int] = set()
         self.plan = RolloutPlan(load.prompts_per_step, setting.staleness)
         params = SamplingParams(1.0, load.max_new_tokens, ())
-        episodes: Any = SimulatedEpisodes(self.pool, load, speed.request, self.check)
+        episodes: Any = SimulatedEpisodes(self.pool, load, self.check)
         clock: Any = self.clock
         self.rollouts = Rollouts(
             GroupSampler(episodes, Nobody, SamplerSpec(params, load.group_size, None, "train")),
@@ -479,31 +477,32 @@ def simulate(load: Load, speed: Speed, setting: Setting, steps: int, warm: int) 
 def calibrate(runs: list[dict[str, Any]]) -> tuple[Speed, Load]:
     """Return how long synchronous runs of benchmarks/asynchrony.py take for what, and what they sample.
 
-    Their engine sleeps before each step, so a step takes about the same time whatever the number of sequences is. The
-    longest completion of each step makes its rollout: the best line that is never negative gives a token and a request.
+    A rollout has as many decoding steps as its longest completion has tokens, and each takes longer with more
+    sequences: the rollouts and the known lengths give the seconds of a step and of each sequence in it.
     """
     prompts, size = MEASURED_BATCH
     load = Load(prompts, size, MEASURED_TOKENS, heavy_tailed(SHORTEST, SHAPE), prompt_tokens=0)
     steps = range(int(runs[0]["warm"]), int(runs[0]["steps"]))
     groups = [range(step * prompts, (step + 1) * prompts) for step in steps]
     keys = [[RolloutKey(group, index) for group in some for index in range(size)] for some in groups]
-    longest = [max(load.length(key.request(0), MEASURED_TOKENS) for key in some) for some in keys]
+    lengths = [[load.length(key.request(0), MEASURED_TOKENS) for key in some] for some in keys]
     rollouts = [run["rollouts"][step] for run in runs for step in steps]
-    lengths = np.array(longest * len(runs))
-    token, request = map(float, np.polyfit(lengths, rollouts, 1))
-    if request < 0:
-        token, request = float(lengths @ np.array(rollouts) / (lengths @ lengths)), 0.0
+    counts = np.array([[max(some), sum(some)] for some in lengths] * len(runs), float)
+    base, each = map(float, np.linalg.lstsq(counts, np.array(rollouts))[0])
+    if each < 0:  # lost in the noise
+        base, each = float(counts[:, 0] @ np.array(rollouts) / (counts[:, 0] @ counts[:, 0])), 0.0
     sync, step = (fmean(run[name] for run in runs) for name in ("sync", "step"))
     train = step - fmean(rollouts) - sync
-    return Speed(((1, token),), train=train, sync=sync, request=request), load
+    return Speed(tuple((count, base + count * each) for count in (0, 1000)), train=train, sync=sync), load
 
 
 def predict(file: Path) -> dict[str, Any]:
     """Predict the asynchronous runs of a file from its synchronous ones."""
     measured = {mode: runs for mode, runs in json.loads(file.read_text()).items() if mode != "command"}
     speed, load = calibrate(measured["synchronous"])
-    fixed = f"a request {speed.request:.2f} s, training {speed.train:.2f} s, sync {speed.sync:.2f} s"
-    print(f"a token {speed.steps[0][1] * 1000:.2f} ms, {fixed}")
+    fixed = f"training {speed.train:.2f} s, sync {speed.sync:.2f} s"
+    one, many = (speed.step_seconds(count) * 1000 for count in (1, 16))
+    print(f"a step of 1 sequence {one:.2f} ms, of 16 {many:.2f}; {fixed}")
     found = {}
     for mode, runs in measured.items():
         staleness, _, way = mode.partition(" ")
