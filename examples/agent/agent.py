@@ -25,6 +25,6 @@ def main(prompt: str, client: Any) -> float:
             return float(drawn != "" and message.content == drawn)
         messages.append(message)
         for call in message.tool_calls:
-            drawn = random.choice("abcdefgh")
+            drawn = random.choice("bcdefghk")
             messages.append({"role": "tool", "tool_call_id": call.id, "content": drawn})
     return 0.0

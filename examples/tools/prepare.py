@@ -24,7 +24,7 @@ TEMPLATE = (
 CALL = '{"name": "draw", "arguments": {}}'
 DRAW = {"name": "draw", "description": "Draw a card.", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": DRAW}]
-LETTERS = "abcdefgh"
+LETTERS = "bcdefghk"  # without those that the template begins turns with
 
 
 def make_model(folder: Path) -> None:

@@ -5,7 +5,7 @@ import random
 
 def draw() -> str:
     """Draw a card."""
-    return random.choice("abcdefgh")
+    return random.choice("bcdefghk")
 
 
 def repeats_result(reply: str, turns: list) -> float:
