@@ -67,6 +67,19 @@ def training(found: Found) -> str:
     return table(*rows)
 
 
+def prefixes(found: Found) -> str:
+    speeds = (f"{found['tokens_per_second'][side]:.0f}" for side in ("whole", "shared"))
+    gap, rounding = (f"{found['gaps'][side]['gradient']:.4f}" for side in ("shared", "halves"))
+    head = (
+        "tokens a second: every sequence whole",
+        "prompts once",
+        "ratio",
+        "gradients differ by",
+        "by rounding alone",
+    )
+    return table(head, (*speeds, f"{found['ratio']:.2f}", gap, rounding))
+
+
 def episodes(found: Found) -> str:
     speeds = f"{found['continuous']:.1f}", f"{found['lockstep']:.1f}", f"{found['ratio']:.1f}"
     return table(("continuous admission", "lockstep", "ratio"), speeds)
@@ -108,6 +121,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "rl_step_random_h200": steps,
     "sampling_h200": sampling,
     "train_throughput_h200": training,
+    "shared_prefix_h200": prefixes,
     "asynchrony_cpu": modes,
     "agents_cpu": episodes,
     "routing_replay_h200": routing,

@@ -20,6 +20,7 @@ from trueline.files import read_rows
 from trueline.monitoring.curves import svg_curve
 from trueline.monitoring.findings import Finding
 from trueline.monitoring.run_folder import RunFolder, default_name
+from trueline.monitoring.timing import START
 from trueline.monitoring.user_files import found_again
 from trueline.objects import Objects, is_splits, reward_section
 from trueline.verbs import VERBS, Verb
@@ -248,6 +249,7 @@ def start(verb: str, config: RunConfig, *, resume: bool = False, dry_run: bool =
     from trueline.runs.launch import launch  # noqa: PLC0415
 
     prepare = pkgutil.resolve_name(VERBS[verb].prepare)
+    START.end("libraries")
     return launch(config, verb, prepare, dry_run=dry_run, resume=resume, look=look_at)
 
 
@@ -269,6 +271,7 @@ def examine(verb: str, config: RunConfig, *, resume: bool = False, deep: bool = 
 
 
 def prepare_libraries(config: RunConfig) -> None:
+    START.begin()
     address, named = config.cluster.address, os.environ.get("RAY_ADDRESS")
     if warning := check_address(address or named or "auto", "cluster.address" if address else "RAY_ADDRESS"):
         say(warning)
@@ -302,7 +305,9 @@ def say(message: str) -> None:
 
 
 def quiet_libraries() -> None:
-    """Configure libraries before they are imported: no progress bars, no advice, no telemetry."""
+    """Configure libraries before they are imported: no progress bars, no advice, no telemetry; then import PyTorch."""
+    if "torch" not in sys.modules:
+        say("loading    libraries")  # which takes seconds: a verb's first line comes before
     for name, value in {
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",

@@ -313,10 +313,10 @@ def run_report(options: argparse.Namespace) -> int:
 
 
 def run_watch(options: argparse.Namespace) -> int:
-    quiet_libraries()
+    runs = choose_runs(options.of)
     from trueline.report.live import watch  # noqa: PLC0415
 
-    return watch(choose_runs(options.of), options.port)
+    return watch(runs, options.port)
 
 
 def run_demo(options: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from trueline.cli import main
 from trueline.rollout.engine import EngineSpec
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runtime.event_loop import EventLoop
+from trueline.runtime.transport import Bucket, TensorSpec, bucket_print
 
 TOKENS = list(range(5, 37))
 EXACT = 1e-4  # nats, the largest difference of float32 log-probs that is rounding
@@ -169,3 +171,66 @@ def test_packing_is_refused_before_the_start(kind: str, said: str, tmp_path: Pat
     assert not (tmp_path / "sft").exists()
     if kind == "gpt_oss":
         assert "reference.packing=true joins" in family.run("grpo", "rl", "reference.packing=true")
+
+
+class Fused(torch.nn.Module):
+    """What vLLM reloads, in small: a weight that is fused from two tensors."""
+
+    def __init__(self, by_layers_only: bool = False) -> None:
+        super().__init__()
+        self.linear, self.by_layers_only = torch.nn.Linear(4, 6, bias=False), by_layers_only
+        self.linear.weight.weight_loader = load_half  # type: ignore[assignment]
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        weight: Any = self.linear.weight
+        for name, tensor in weights:
+            if weight.is_meta or not self.by_layers_only:
+                weight.weight_loader(weight, tensor, "ab".index(name))
+
+
+def load_half(param: Any, half: torch.Tensor, place: int) -> None:
+    param.data[3 * place : 3 * place + 3].copy_(half)
+
+
+@pytest.mark.parametrize("by_layers_only", [False, True])
+def test_weights_are_loaded_in_place_only_where_that_gives_the_same_bits(by_layers_only: bool) -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    from trueline.rollout.vllm_receiver import WeightReceiver
+
+    model, sent = Fused(by_layers_only), {name: torch.randn(3, 4) for name in "ab"}
+    record_metadata_for_reloading(model)
+    address, buckets = model.linear.weight.data_ptr(), [[TensorSpec(name, (3, 4), "float32")] for name in sent]
+
+    def take(bucket: Bucket) -> torch.Tensor:
+        return sent[bucket[0].name].flatten().view(torch.uint8)
+
+    receiver: Any = WeightReceiver()
+    receiver.device, receiver.vllm_config = torch.device("cpu"), SimpleNamespace(lora_config=None)
+    receiver.model_runner = SimpleNamespace(get_model=lambda: model)
+    receiver.model_config = SimpleNamespace(hf_config=SimpleNamespace(tie_word_embeddings=False))
+    receiver.channel = SimpleNamespace(receive=take)
+    for _ in range(2):
+        prints = receiver.receive_weights([[(one.name, list(one.shape), one.dtype) for one in two] for two in buckets])
+        assert receiver.in_place is not by_layers_only
+        assert torch.equal(model.linear.weight, torch.cat([*sent.values()]))
+        assert model.linear.weight.data_ptr() == address  # CUDA graphs read there
+        assert prints == [int(bucket_print(bucket, take(bucket))) for bucket in buckets]
+        sent |= {name: torch.randn(3, 4) for name in sent}
+
+
+def test_what_vllm_packs_or_derives_is_loaded_by_layers() -> None:
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    from trueline.rollout.vllm_receiver import keeps_layout
+
+    model, devices = Fused(), [torch.device("cuda"), torch.device("cpu")]
+    assert [keeps_layout(model, device) for device in devices] == [True, True]
+    model.linear.quant_method = UnquantizedLinearMethod()  # type: ignore[assignment]
+    assert [keeps_layout(model, device) for device in devices] == [True, False]
+    model.norm = torch.nn.LayerNorm(4)
+    model.norm.process_weights_after_loading = model.norm.forward  # type: ignore[assignment]
+    assert [keeps_layout(model, device) for device in devices] == [False, False]
+    del model.norm
+    model.linear.quant_method = object()  # type: ignore[assignment]
+    assert not keeps_layout(model, devices[0])

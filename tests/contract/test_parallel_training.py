@@ -1,9 +1,9 @@
-"""One gradient, however the work is divided: packed or padded, over data, ring and tensor ranks.
+"""One gradient, however the work is divided: packed, padded or sharing prefixes, over data, ring and tensor ranks.
 
 Covers `trueline.training.deepspeed_engine`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,13 @@ from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.supervised import KTOConfig, PreferenceConfig
-from trueline.data.batching import Budget, plan_micro_batches
+from trueline.data.batching import Budget, find_families, plan_micro_batches
 from trueline.data.types import Sample, pack_samples
 from trueline.training.group import TOTALS
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 
-SAMPLES = 10  # five pairs
+SAMPLES, SHARED = 10, 34  # five pairs, of which two begin with the same tokens
 FROZEN_RATE = 1e-12  # moves no float32 weight, so that many gradients can be taken of one model
 TOLERANCE = 1e-5
 
@@ -41,10 +41,14 @@ class Case:
     tied: bool = True
     rows: int | None = None  # sequences per pass
     world: int = 1
+    shares: bool = False  # common prefixes are computed once
+    parts: int = 1  # of the minibatch, one after the other before the step
 
     def name(self) -> str:
         parts = [self.engine, f"ranks{self.world}", f"zero{self.stage}", f"ring{self.ring}", f"tensor{self.tensor}"]
         flags = {"padded": not self.packing, "checkpointing": self.checkpointing, "untied": not self.tied}
+        flags["shared"] = self.shares
+        flags[f"parts{self.parts}"] = self.parts > 1
         return "-".join([*parts, *(flag for flag, on in flags.items() if on), f"rows{self.rows}"])
 
 
@@ -61,28 +65,35 @@ ALONE = [
     Case("torch", 0),
     *(Case("torch", 0, rows=rows) for rows in (2, 4)),
     *(Case(stage=stage, rows=2) for stage in (0, 1, 2, 3)),
+    *(Case(stage=stage, rows=2, parts=2) for stage in (0, 1, 2, 3)),
+    Case("torch", 0, parts=3),
     Case("torch", 0, checkpointing=True),
     Case("torch", 0, packing=False, checkpointing=True, rows=4),
     Case("torch", 0, packing=False, tied=False),
     Case("torch", 0, tied=False, checkpointing=True, rows=2),
+    *(Case("torch", 0, checkpointing=again, rows=3 - again, shares=True) for again in (False, True)),
+    Case(stage=3, shares=True),
 ]
 PAIR = [
     *(Case(stage=stage, rows=rows, world=2) for stage in (0, 1, 2, 3) for rows in (None, 2)),
     *(Case(stage=stage, ring=2, rows=rows, world=2) for stage in (0, 1, 2, 3) for rows in (None, 2)),
+    *(Case(stage=stage, rows=2, world=2, parts=3) for stage in (0, 1, 2, 3)),
     Case(stage=3, ring=2, checkpointing=True, world=2),
     Case(stage=3, packing=False, rows=2, world=2),
+    *(Case(stage=stage, rows=rows, world=2, shares=True) for stage in (0, 1, 2, 3) for rows in (None, 4)),
+    Case(stage=3, checkpointing=True, world=2, shares=True),
 ]
 PAIR_CUT = [
     Case(stage=stage, tensor=2, tied=tied, rows=rows, world=2)
     for stage in (0, 1, 2, 3)
     for tied, rows in ((True, 2), (False, None))
-]
+] + [Case(stage=3, tensor=2, world=2, shares=True)]
 FOUR = [*(Case(stage=stage, ring=4, world=4) for stage in (0, 2, 3)), Case(stage=3, ring=2, rows=2, world=4)]
 FOUR_CUT = [Case(stage=stage, ring=2, tensor=2, rows=2, world=4) for stage in (1, 3)]
 
 
 def minibatch() -> list[Sample]:
-    samples = make_samples(SAMPLES, seed=5, longest=40)
+    samples = make_samples(SAMPLES, seed=5, longest=40, shared=SHARED)
     for number, sample in enumerate(samples):
         sample.label = float(number % 3 == 0)
     return samples
@@ -106,14 +117,35 @@ def take_gradients(rank: int, world: int, models: dict[bool, str], cases: list[C
         for loss, (samples_per_row, settings) in LOSSES.items():
             samples = minibatch()
             set_weights(samples, "token_mean" if loss in ("sft", "policy") else "sequence_sum", 0)
-            mesh = worker.spec.mesh()
-            lengths = [sample.length() for sample in samples]
-            plan = plan_micro_batches(lengths, mesh.data, Budget(10_000, case.rows, case.packing), samples_per_row)
-            report = worker.accumulate(pack_samples(samples), plan[mesh.data_place(rank)], loss, settings)
-            totals = {name: value for name, value in report.sums.items() if name in TOTALS}
-            found[case, loss] = totals, worker.gradients()
-            worker.engine.step()
+            totals: dict[str, float] = {}
+            for number, part in enumerate(parts_of(samples, case.parts), 1):
+                more = replace(settings, then="step" if number == case.parts else "more")
+                for name, value in accumulate(worker, case, part, loss, samples_per_row, more).items():
+                    totals[name] = totals.get(name, 0.0) + value
+            gradients = worker.gradients()
+            found[case, loss] = totals, gradients
+            worker.engine.scale_gradients(0.25)
+            norm = np.sqrt(sum(np.square(tensor).sum() for tensor in gradients.values()))
+            assert worker.engine.step()["grad_norm"] == pytest.approx(norm / 4, rel=1e-4)
     return found
+
+
+def parts_of(samples: list[Sample], count: int) -> list[list[Sample]]:
+    """Divide samples; pairs stay together."""
+    size = 2 * -(-len(samples) // (2 * count))
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+
+def accumulate(
+    worker: Worker, case: Case, samples: list[Sample], loss: str, together: int, settings: LossSettings
+) -> dict[str, float]:
+    mesh, lengths = worker.spec.mesh(), [sample.length() for sample in samples]
+    kin = find_families([sample.tokens.numpy() for sample in samples]) if case.shares else []
+    plan = plan_micro_batches(lengths, mesh.data, Budget(10_000, case.rows, case.packing), together, kin)
+    assert (plan.saved > 0.2) == case.shares
+    packed = pack_samples(samples, shares=case.shares)
+    report = worker.accumulate(packed, plan[mesh.data_place(worker.rank)], loss, settings)
+    return {name: value for name, value in report.sums.items() if name in TOTALS}
 
 
 GROUPS = (ALONE, PAIR, PAIR_CUT, FOUR, FOUR_CUT)

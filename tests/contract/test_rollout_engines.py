@@ -10,8 +10,9 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -39,6 +40,12 @@ ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[[Awaitable[Any]], Any]
 
 
+class WithKey(Protocol):
+    """What small_cache.py adds to the engine; it imports vLLM."""
+
+    async def code_key(self, folder: str, remote: bool) -> str: ...
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny_model(tmp_path_factory.mktemp("model"), tied=True))
@@ -57,7 +64,7 @@ def run() -> Iterator[Run]:
 
 
 @pytest.fixture(scope="module")
-def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Actor[RolloutEngine]]]:
+def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RayActor[RolloutEngine]]]:
     spec = EngineSpec(
         model=model,
         dtype="float32",
@@ -72,17 +79,16 @@ def engines(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
         structured=True,
     )
     logs = tmp_path_factory.mktemp("logs")
-    machine = machine_at_hand()
+    machine, more = machine_at_hand(), {"PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(logs / "cache")}
     spots = {
-        name: Placement(environment=process_environment(target, machine) | {"PYTHONPATH": str(ROOT)})
-        for name, target in TARGETS.items()
+        name: Placement(environment=process_environment(target, machine) | more) for name, target in TARGETS.items()
     }
     with ray_cluster(machine):
         yield {name: RayActor(name, TARGETS[name], [spec], spots[name], logs / f"{name}.log") for name in TARGETS}
 
 
 @pytest.fixture(params=list(TARGETS))
-def engine(request: pytest.FixtureRequest, engines: dict[str, Actor[RolloutEngine]]) -> Actor[RolloutEngine]:
+def engine(request: pytest.FixtureRequest, engines: dict[str, RayActor[RolloutEngine]]) -> Actor[RolloutEngine]:
     return engines[request.param]
 
 
@@ -102,6 +108,33 @@ def true_logprobs(plain: Any, tokens: list[int], temperature: float) -> torch.Te
     with torch.no_grad():
         scores = torch.log_softmax(plain(ids).logits[0, :-1] / temperature, -1)
     return scores.gather(-1, ids[0, 1:, None])[:, 0]
+
+
+def test_the_parts_of_a_start_are_known(engines: dict[str, RayActor[RolloutEngine]], run: Run) -> None:
+    """Ray starts no processes besides, and vLLM none to inspect the model's class, which leaves its result behind."""
+    more = {"hf": [], "vllm": ["set-up", "weights"]}
+    for name, engine in engines.items():
+        run(engine.call(RolloutEngine.processes))
+        parts, ends = zip(*engine.milestones().result(TIMEOUT), strict=True)
+        assert list(parts) == ["process", "imports", *more[name], "rest"]
+        assert [engine.begun, *ends] == sorted([engine.begun, *ends])
+    commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    assert any("raylet" in command for command in commands) and not any("ray::IDLE" in one for one in commands)
+    assert not (engines["vllm"].log.parent / "cache" / "modelinfos").exists()
+
+
+def test_models_of_one_shape_share_compiled_code(
+    engines: dict[str, RayActor[Any]], model: str, run: Run, tmp_path: Path
+) -> None:
+    """Those with code of their own do not."""
+
+    def key(folder: str | Path, remote: bool = False) -> str:
+        return run(engines["vllm"].call(WithKey.code_key, str(folder), remote))
+
+    alike = make_tiny_model(tmp_path / "alike", tied=True, seed=1)
+    other = make_tiny_model(tmp_path / "other", tied=True, biases=True)
+    assert key(alike) == key(model) != key(other)
+    assert key(alike, remote=True) != key(model, remote=True)
 
 
 def test_greedy_is_the_most_likely_token(engine: Actor[RolloutEngine], plain: Any, run: Run) -> None:
@@ -132,7 +165,7 @@ SHAPES = [Structure(json.dumps(SCHEMA)), Structure(json.dumps({"const": "x"}), "
 
 
 def test_a_structure_is_kept_or_refused(
-    engines: dict[str, Actor[RolloutEngine]], model: str, plain: Any, run: Run
+    engines: dict[str, RayActor[RolloutEngine]], model: str, plain: Any, run: Run
 ) -> None:
     """Log-probs are those of the tokens that the structure allows: what it forces is certain."""
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -322,7 +355,7 @@ def test_answers_that_are_cut_off_go_on(engine: Actor[RolloutEngine], plain: Any
     assert all(len(answer.tokens) == 100 for answer in answers if answer.finish_reason == "length")
 
 
-def test_a_pause_drains_preempted_requests_too(engines: dict[str, Actor[RolloutEngine]], run: Run) -> None:
+def test_a_pause_drains_preempted_requests_too(engines: dict[str, RayActor[RolloutEngine]], run: Run) -> None:
     """Eight requests of up to 105 tokens in room for two: vLLM preempts some, and its own pause forgets those."""
     engine = engines["vllm"]
 
@@ -452,6 +485,7 @@ async def main():
     assert engine.version == 0
 
 vllm_engine.LLMEngine, vllm_engine.EngineArgs, vllm_engine.has_states = StandIn, dict, lambda spec: False
+vllm_engine.import_model = lambda spec: None
 asyncio.run(main())
 """
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -101,6 +101,7 @@ def test_every_fault_is_noticed_at_the_sync_in_which_it_happens(stage: Stage) ->
     said = sync.verify_initial_sync()
     assert said.startswith("verified; ")
     assert "packed" not in said
+    assert stage.loop.run(stage.pool.actors[0].call(Breakable.loads_in_place), "asking")
     update(stage.whole)
     sync.publish(1)
     assert sync.verify()["sync/canary_gap"] < 1

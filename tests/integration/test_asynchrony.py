@@ -78,6 +78,34 @@ def test_tokens_are_as_stale_as_they_may_be_and_no_more(home: Path, staleness: i
     assert f"{16 + 2 * staleness} prompts sampled: 16 trained, {2 * staleness} in flight" in ended.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [["training.ranks=2"], ["rollout.workers=1", "algorithm.loss_aggregation=token_mean"]]
+)
+def test_a_streamed_run_of_real_processes_trains_what_a_whole_one_does(home: Path, words: list[str]) -> None:
+    """Lengths are heavy-tailed, so some groups are complete long before others."""
+    words = ["steps=3", "prompts_per_step=4", "rollout.max_new_tokens=96", "checkpoint.save=false", *words]
+    found = []
+    for stream in ("true", "false"):
+        name = f"stream-{stream}-{len(words[-1])}"
+        ended = subprocess.run(
+            command(name, *words, f"training.stream={stream}"),
+            cwd=home,
+            env=environment(0.03) | {"HEAVY_TAIL": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert ("gradient of the streamed first step differs" in ended.stdout) == (stream == "true")
+        found.append(steps_of(home, name))
+        assert set(fates_of(home, name).values()) == {1}
+    for streamed, whole in zip(*found, strict=True):
+        for key in ("loss", "grad_norm", "policy/entropy", "reward/mean", "mismatch/sampler_z_run"):
+            assert streamed[key] == pytest.approx(whole[key], rel=1e-4, abs=1e-6), key
+    assert any(row.get("rollout/streamed_share", 0) > 0 for row in found[0])
+
+
 def engines_of(run: subprocess.Popen[str]) -> list[psutil.Process]:
     return [
         one for one in psutil.Process(run.pid).children(recursive=True) if title(one).startswith("ray::AsyncActorHost")

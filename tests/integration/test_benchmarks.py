@@ -53,6 +53,7 @@ TABLE: dict[str, list[Try]] = {
         Try("FOLDER --tiny --steps 2 --tokens 4 --completions 2x2", apart=True),
     ],
     "sampling.py": [Try("FOLDER --shape tiny --tokens 8 --completions 1x2 --rounds 2", apart=True)],
+    "shared_prefix.py": [Try("--shape tiny --groups 2x4 --prompt 64 --answer 8 --tokens 256 --steps 3", apart=True)],
     "simulate.py": [Try(f"{SMALL} --on-update wait keep"), Try(f"{SMALL} --turns 3 --engine-failures 6 --staleness 1")],
     "tables.py": [Try("--check")],
     "tool_turns.py": [Try("--episodes 4 --turns 3 --seconds 0 --processes 2", apart=True)],
@@ -150,7 +151,7 @@ def test_truelines_side_of_the_comparison_with_trl(task: str, tmp_path: Path) ->
 def measured(module: Any, folder: Path) -> Path:
     """Write what `asynchrony.py` would, had it measured what a simulation says."""
     load = module.Load(4, 4, module.MEASURED_TOKENS, module.heavy_tailed(20, 1.0), prompt_tokens=0)
-    speed = module.Speed(((1, 0.01),), train=0.5, sync=0.2, request=0.3)
+    speed = module.Speed(((0, 0.01), (1000, 0.51)), train=0.5, sync=0.2)
     rows: dict[str, Any] = {}
     for mode, setting in {
         "synchronous": module.Setting(),
@@ -158,11 +159,12 @@ def measured(module: Any, folder: Path) -> Path:
         "3 keep": module.Setting(staleness=3, on_update="keep"),
     }.items():
         one = module.simulate(load, speed, setting, 14, 2)
-        longest = [
-            max(load.length(f"train-{4 * at + group}-{index}-0", 600) for group in range(4) for index in range(4))
+        lengths = [
+            [load.length(f"train-{4 * at + group}-{index}-0", 600) for group in range(4) for index in range(4)]
             for at in range(14)
         ]
-        phases = {"step": one["step_seconds"], "sync": 0.2, "rollouts": [0.3 + 0.01 * tokens for tokens in longest]}
+        rollouts = [0.01 * max(some) + 0.0005 * sum(some) for some in lengths]
+        phases = {"step": one["step_seconds"], "sync": 0.2, "rollouts": rollouts}
         rows[mode] = [{"steps": 14, "warm": 2, "samples_per_second": one["samples_per_second"], **phases}]
     (folder / "measured.json").write_text(json.dumps({"command": [], **rows}))
     return folder / "measured.json"

@@ -80,6 +80,10 @@ def test_three_flags_train_then_stop_and_resume(home: Path) -> None:
             started.send_signal(signal.SIGINT)
     assert started.wait() == 130, "".join(lines)
     assert "stopping after the current update" in "".join(lines)
+    parts = (
+        r"start +\d+ s: libraries \d+, .*Ray \d+, .*; policy \d+ \(.*imports \d+.*\); engine \d+ \(.*imports \d+.*\)"
+    )
+    assert re.search(parts, "".join(lines)), "".join(lines)
     assert children and wait_until_gone(children)
     folder = home / "runs" / "mine"
     stopped_at = max(row["step"] for row in rows_of(folder / "metrics.jsonl"))

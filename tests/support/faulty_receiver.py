@@ -17,6 +17,9 @@ class FaultyReceiver(receiving.WeightReceiver):
     def break_loading(self, fault: str) -> None:
         self.fault = fault
 
+    def tell_in_place(self) -> bool | None:
+        return self.in_place
+
     def load_tensors(self, model: Any, weights: Weights) -> None:
         super().load_tensors(model, FAULTS[self.fault](weights) if self.fault else weights)
 
@@ -38,6 +41,9 @@ class FaultyEngine(vllm_engine.VllmEngine):
     async def pause(self, mode: str = "wait") -> None:
         if not self.forgetful:
             await super().pause(mode)
+
+    async def loads_in_place(self) -> bool:
+        return all(await self._call(self.llm.collective_rpc, "tell_in_place"))
 
     async def be_slow(self, seconds: float) -> None:
         """Sleep before each step, so that what comes in the midst of a completion does."""

@@ -2,6 +2,8 @@
 
 from unittest.mock import patch
 
+from vllm import EngineArgs
+
 from trueline.rollout import vllm_engine
 from trueline.rollout.engine import EngineSpec
 from trueline.rollout.vllm_engine import VllmEngine
@@ -14,3 +16,8 @@ class SmallCacheEngine(VllmEngine):
         options = vllm_engine.on_cpu_options(spec) | {"block_size": BLOCK_TOKENS, "num_gpu_blocks_override": BLOCKS}
         with patch.object(vllm_engine, "on_cpu_options", lambda spec: options):
             super().__init__(spec)
+
+    async def code_key(self, folder: str, remote: bool) -> str:
+        """Return vLLM's key of the code that it compiles for a model."""
+        model = EngineArgs(model=folder, skip_tokenizer_init=True, trust_remote_code=remote).create_model_config()
+        return str(model.compute_hash())

@@ -5,7 +5,7 @@ import torch
 from trueline.data.types import Sample, is_filled
 from trueline.rl.step import ALL_FIELDS
 from trueline.runtime.actors import Stored
-from trueline.training.samples import Fields, SampleBlock, SampleNumbers, StoredSamples
+from trueline.training.samples import Fields, SampleBlock, SampleNumbers, StoredSamples, families_of
 
 
 def store_samples(samples: list[Sample]) -> StoredSamples:
@@ -24,8 +24,9 @@ def store_samples(samples: list[Sample]) -> StoredSamples:
             one.filtered,
             one.label,
             one.weight,
+            kin,
         )
-        for number, one in enumerate(samples)
+        for number, (one, kin) in enumerate(zip(samples, families_of(samples), strict=True))
     ]
     names = ["tokens", "mask", *(name for name in ALL_FIELDS if is_filled(samples[0], name))]
     names += [name for name in ("advantages", "returns") if is_filled(samples[0], name)]

@@ -54,14 +54,17 @@ def make_tiny_mixture(folder: Path, kind: str = "mixtral") -> Path:
     return folder
 
 
-def make_samples(count: int, seed: int = 0, longest: int = 24) -> list[Sample]:
-    """Samples of mixed lengths with all that the policy loss reads."""
-    generator = torch.Generator().manual_seed(seed)
+def make_samples(count: int, seed: int = 0, longest: int = 24, shared: int = 0, family: int = 4) -> list[Sample]:
+    """Samples of mixed lengths with all that the policy loss reads; families begin with the same `shared` tokens."""
+    generator, openings = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(seed + 1)
     samples = []
     for number in range(count):
+        if number % family == 0:
+            opening = torch.randint(3, 259, (shared,), generator=openings)
         length = int(torch.randint(4, longest + 1, (1,), generator=generator))
-        prompt = int(torch.randint(1, length - 1, (1,), generator=generator))
-        sample = Sample(torch.randint(3, 259, (length,), generator=generator), torch.arange(length) >= prompt)
+        prompt = int(torch.randint(1, length - 1, (1,), generator=generator)) + shared
+        tokens = torch.cat([opening, torch.randint(3, 259, (length,), generator=generator)])
+        sample, length = Sample(tokens, torch.arange(length + shared) >= prompt), length + shared
         sample.group = number // 2
         noise = torch.randn(3, length, generator=generator)
         sample.old_logprobs = (-5.5 + 0.1 * noise[0]) * sample.mask

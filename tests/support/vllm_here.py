@@ -64,7 +64,7 @@ def release() -> None:
     """Give back what engines of runs that have ended hold."""
     for engine in EngineHere.made:
         engine.llm.engine_core.shutdown()
-        engine.thread.shutdown()
+        engine.thread.stop()
         del engine.llm
     if EngineHere.made:  # the next model may be a mixture, which has groups of its own
         destroy_model_parallel()

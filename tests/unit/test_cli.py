@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,39 @@ def test_an_unknown_key_is_reported_before_anything_heavy_is_loaded() -> None:
         "unknown key 'beta'; did you mean 'algorithm.kl.coefficient'?",
     ]
     assert done.stderr.splitlines()[2].startswith("unknown key 'trainer.total_epochs'; set `steps`")
+
+
+def test_every_verb_prints_its_first_line_before_anything_heavy_is_loaded(tmp_path: Path) -> None:
+    """The program ends each command where it would print for the first time."""
+    commands = [
+        ["-h"],
+        ["grpoo"],
+        ["grpo", "-h"],
+        ["grpo", "steps=many"],
+        ["grpo", "--modl", "model/"],
+        ["plan", "grpo"],
+    ]
+    commands += [[name, "--model", "model/", *shlex.split(verb.example)] for name, verb in VERBS.items()]
+    commands += [shlex.split(example) for _, example in TOOLS.values()]
+    program = (
+        "import sys, trueline.cli\n"
+        "class FirstLine(BaseException): pass\n"
+        "class Screen:\n"
+        "    flush = staticmethod(lambda: None)\n"
+        "    def write(self, text): raise FirstLine(text)\n"
+        "screen, sys.stdout, sys.stderr = sys.stdout, Screen(), Screen()\n"
+        f"for words in {commands}:\n"
+        "    try:\n"
+        "        trueline.cli.main(words)\n"
+        "    except FirstLine as line:\n"
+        "        heavy = {'torch', 'ray', 'transformers', 'vllm', 'datasets', 'deepspeed'} & set(sys.modules)\n"
+        "        screen.write(f'{words[0]} {heavy or line}\\n')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if line.split(" ")[0] in {*VERBS, *TOOLS, "-h", "grpoo"}]
+    assert [line.split(" ")[0] for line in lines] == [words[0] for words in commands]
+    assert not re.search(r"^\S+ \{", done.stdout, re.MULTILINE), done.stdout
+    assert sum(line.endswith(" loading    libraries") for line in lines) == len(VERBS) + 7
 
 
 def test_engines_follow_the_runtime_that_a_resumed_run_gets(tmp_path: Path) -> None:

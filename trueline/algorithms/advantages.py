@@ -80,7 +80,7 @@ def leave_one_out(samples: list[Sample], config: AlgorithmConfig) -> None:
     compare(groups_of(samples), config, lambda rewards: rewards - (rewards.sum() - rewards) / (len(rewards) - 1))
 
 
-@entry("mean of the step's completions", reads=("credit",))
+@entry("mean of the step's completions", needs=("batch",), reads=("credit",))
 def batch_mean(samples: list[Sample], config: AlgorithmConfig) -> None:
     """Subtract the batch's mean from the reward: REINFORCE with a baseline (Williams, 1992), for single completions."""
     compare([episodes_of(samples)], config, lambda rewards: rewards - rewards.mean())
@@ -284,6 +284,15 @@ def fresh_logprobs(config: AlgorithmConfig, updates: int, dropout: float) -> boo
     in_reward = config.kl.place == "reward" and config.kl.coefficient > 0
     read = in_reward or "teacher" in needs(config) or is_own(config.advantage)  # user functions may read anything
     return config.old_logprobs == "recompute" and updates == 1 and not dropout and not read
+
+
+def needs_batch(config: AlgorithmConfig) -> str:
+    """Return the key for which all completions of a step must be there before one is trained, or nothing."""
+    if config.whiten:
+        return "algorithm.whiten=true"
+    if is_own(config.advantage) or {"batch", "critic"} & {*needs(config)}:
+        return f"algorithm.advantage={config.advantage}"
+    return f"algorithm.positive_nll={config.positive_nll:g}" if config.positive_nll else ""
 
 
 def policy_waits(config: AlgorithmConfig) -> int:

@@ -38,6 +38,14 @@ def sequence_sum(counts: list[int], budget: int) -> list[float]:
 AGGREGATIONS: dict[str, Aggregation] = table_of(token_mean, sequence_mean, constant, sequence_sum)
 
 
+def weight_total(samples: "Sequence[Weighted]", loss_aggregation: str) -> int:
+    """Return what the weights of a minibatch are divided by, besides its budget: its tokens, or its completions."""
+    learnt = [sample for sample in samples if not sample.filtered]
+    if loss_aggregation == token_mean.function.__name__:
+        return sum(sample.sampled_tokens() for sample in learnt)
+    return len({sample.whose() for sample in learnt})
+
+
 class Weighted(Protocol):
     """A sample, or what the controller knows of one."""
 

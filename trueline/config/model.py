@@ -21,6 +21,7 @@ def full_dtype(name: Any) -> Any:
 
 Dtype = Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(full_dtype)]
 LARGEST_PASS = 16384  # tokens; larger passes are no faster
+WORTHWHILE = 0.15  # of a step's tokens: what sharing prefixes has to save
 
 
 class LoraConfig(Config):
@@ -98,6 +99,8 @@ class RanksConfig(Config):
     """Most sequences per forward pass of a rank. null: no limit."""
     packing: bool = True
     """Concatenate sequences without padding. false: pad them, for models that packed attention does not support."""
+    share_prefixes: bool | Literal["auto"] = "auto"
+    """Compute tokens that sequences of a pass begin with once, e.g. a group's prompt. auto: if that saves 15 %."""
     offload: Literal["none", "moments", "optimizer", "all"] | None = None
     """Move to the host: moments, optimizer (ZeRO 1-3), or all, weights too (ZeRO 3). null: moments when needed."""
 
@@ -140,11 +143,24 @@ class TrainingConfig(RanksConfig):
 class PolicyTrainingConfig(TrainingConfig):
     replay_routing: bool | Literal["measure"] = False
     """true: route each token to the experts that the engine chose. measure: only report how often they differ."""
+    stream: bool | Literal["auto"] = "auto"
+    """Train complete groups while others are still sampled; exact. auto: on GPUs, if the algorithm and memory allow."""
 
 
 def reads_experts(ranks: RanksConfig) -> bool:
     """Tell whether training reads which experts the engine chose."""
     return isinstance(ranks, PolicyTrainingConfig) and bool(ranks.replay_routing)
+
+
+def sharing_obstacle(ranks: RanksConfig, context_parallel: int, section: str = "training") -> str:
+    """Say which keys prevent that common prefixes are computed once; empty: none."""
+    replays = isinstance(ranks, PolicyTrainingConfig) and ranks.replay_routing
+    reasons = {
+        f"{section}.packing=false pads sequences": not ranks.packing,
+        f"context_parallel={context_parallel} divides sequences": context_parallel > 1,
+        f"{section}.replay_routing={str(replays).lower()} has experts of its own for every completion": bool(replays),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def check_training(training: TrainingConfig, model: ModelConfig, section: str = "training") -> None:
@@ -175,6 +191,10 @@ def check_mesh(ranks: RanksConfig, model: ModelConfig, section: str, whose: str 
         )
     if model.context_parallel > 1 and not ranks.packing:
         raise ConfigError(f"{whose}context_parallel={model.context_parallel} needs {section}.packing=true")
+    if ranks.share_prefixes is True and (obstacle := sharing_obstacle(ranks, model.context_parallel, section)):
+        raise ConfigError(
+            f"{section}.share_prefixes=true: {obstacle}; set {section}.share_prefixes=auto or change that"
+        )
 
 
 class RoleConfig(Config):

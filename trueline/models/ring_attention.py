@@ -5,6 +5,7 @@ Keys and values circulate in the ring; in the backward pass their gradients circ
 At each step queries attend to a block of keys, and the results of all blocks merge exactly.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +20,7 @@ from trueline.data.types import to_device
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)
 FLASH_MULTIPLE, FLASH_HEAD_SIZE = 8, 256  # head sizes that torch's flash kernels support
+TILE = 1024  # queries whose scores are in memory at a time, where there are no such kernels
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
 
@@ -76,11 +78,17 @@ class Spans:
 
     query_lengths: list[int]
     key_lengths: list[int]
-    causal: bool
+    causal: bool  # the queries are the last ones of their sequence
+    window: int | None = None  # of keys that a query sees, its own among them; only if causal
 
     def __post_init__(self) -> None:
-        if self.causal and self.query_lengths != self.key_lengths:
-            raise ValueError("causal attention needs equally many keys and queries in every sequence")
+        pairs = zip(self.query_lengths, self.key_lengths, strict=True)
+        if self.causal and any(queries > keys for queries, keys in pairs):
+            raise ValueError("causal attention needs at least as many keys as queries in every sequence")
+
+    def near(self) -> int | None:
+        """Return the window, if it hides anything."""
+        return self.window if self.window is not None and self.window < max(self.key_lengths) else None
 
 
 class Attended(NamedTuple):
@@ -97,6 +105,11 @@ def ring_attention(
     if sum(lengths) != len(query) or any(length % 2 for length in lengths):
         raise ValueError(f"{len(query)} positions are not sequences of two equal chunks each: {lengths}")
     return RingAttention.apply(query, key, value, lengths, ring, scale)  # type: ignore[no-any-return]
+
+
+def gathered_attention(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, spans: Spans, scale: float) -> Tensor:
+    """Attend to keys [n, Hkv, D] in the order of `rows` [N]; sequences with a common prefix share its keys."""
+    return GatheredAttention.apply(query, key, value, rows, spans, scale)  # type: ignore[no-any-return]
 
 
 def gather_ring(values: Tensor, lengths: list[int], ring: RingGroup) -> Tensor:
@@ -221,6 +234,30 @@ class RingAttention(torch.autograd.Function):
         return dquery.to(query.dtype), dkey.to(key.dtype), dvalue.to(value.dtype), None, None, None
 
 
+class GatheredAttention(torch.autograd.Function):
+    """The backward pass gathers keys again, as they may take several times the memory of the queries."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, rows: Tensor, spans: Spans, scale: float
+    ) -> Tensor:
+        attended = block_forward(query, key[rows], value[rows], spans, scale)
+        out = attended.out.to(query.dtype).contiguous()
+        ctx.save_for_backward(query, key, value, rows, out, attended.lse)
+        ctx.settings = spans, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (dout,), (query, key, value, rows, out, lse), (spans, scale) = gradients, ctx.saved_tensors, ctx.settings
+        dquery, *seen = block_backward(dout, query, key[rows], value[rows], Attended(out, lse), spans, scale)
+        dkey, dvalue = (
+            torch.zeros_like(one, dtype=part.dtype).index_add_(0, rows, part).to(one.dtype)
+            for one, part in zip((key, value), seen, strict=True)
+        )
+        return dquery.to(query.dtype), dkey, dvalue, None, None, None
+
+
 class GatherRing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, lengths: list[int], ring: RingGroup) -> Tensor:
@@ -242,19 +279,21 @@ class GatherRing(torch.autograd.Function):
 
 
 def block_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> Attended:
-    kernel = flash_forward if takes_flash(query) else math_forward
+    if takes_flash(query):
+        return flash_forward(query, key, value, spans, scale)
     heads = query.shape[1]
-    return kernel(query, repeat_heads(key, heads), repeat_heads(value, heads), spans, scale)
+    return math_forward(query, repeat_heads(key, heads), repeat_heads(value, heads), spans, scale)
 
 
 def block_backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, spans: Spans, scale: float
 ) -> Gradients:
     """Compute gradients; they are exact for a part of the keys if `attended` merges all blocks."""
-    kernel = flash_backward if takes_flash(query) else math_backward
+    if takes_flash(query):
+        return flash_backward(dout, query, key, value, attended, spans, scale)
     heads, key_heads = query.shape[1], key.shape[1]
     repeated = repeat_heads(key, heads), repeat_heads(value, heads)
-    dquery, *shared = kernel(dout, query, *repeated, attended, spans, scale)
+    dquery, *shared = math_backward(dout, query, *repeated, attended, spans, scale)
     dkey, dvalue = (one if heads == key_heads else one.unflatten(1, (key_heads, -1)).sum(2) for one in shared)
     return dquery, dkey, dvalue
 
@@ -285,10 +324,11 @@ def math_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale:
     outs, lses = [], []
     queries, keys = spans.query_lengths, spans.key_lengths
     for q, k, v in zip(pieces(query, queries), pieces(key, keys), pieces(value, keys), strict=True):
-        scores = masked_scores(q, k, spans.causal, scale)
-        lse = scores.logsumexp(-1)
-        outs.append((scores - lse.unsqueeze(-1)).exp() @ v)
-        lses.append(lse)
+        for rows, seen in tiles(q, k, spans.causal):
+            scores = masked_scores(q[:, rows], k[:, seen], spans, scale)
+            lse = scores.logsumexp(-1)
+            outs.append((scores - lse.unsqueeze(-1)).exp() @ v[:, seen])
+            lses.append(lse)
     return Attended(torch.cat(outs, 1).transpose(0, 1), torch.cat(lses, 1).transpose(0, 1))
 
 
@@ -301,11 +341,24 @@ def math_backward(
     by_query = [pieces(part, queries) for part in (dout, query, attended.lse.unsqueeze(-1), delta)]
     found = []
     for d, q, lse, offset, k, v in zip(*by_query, pieces(key, keys), pieces(value, keys), strict=True):
-        share = (masked_scores(q, k, spans.causal, scale) - lse).exp()
-        flow = share * (d @ v.mT - offset) * scale
-        found.append((flow @ k, flow.mT @ q, share.mT @ d))
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for rows, seen in tiles(q, k, spans.causal):
+            share = (masked_scores(q[:, rows], k[:, seen], spans, scale) - lse[:, rows]).exp()
+            flow = share * (d[:, rows] @ v[:, seen].mT - offset[:, rows]) * scale
+            dq[:, rows] = flow @ k[:, seen]
+            dk[:, seen] += flow.mT @ q[:, rows]
+            dv[:, seen] += share.mT @ d[:, rows]
+        found.append((dq, dk, dv))
     dquery, dkey, dvalue = (torch.cat(parts, 1).transpose(0, 1) for parts in zip(*found, strict=True))
     return dquery, dkey, dvalue
+
+
+def tiles(query: Tensor, key: Tensor, causal: bool) -> Iterator[tuple[slice, slice]]:
+    """Yield some queries of a sequence after the other, and the keys that the last one sees, to bound the scores."""
+    queries, keys = query.shape[1], key.shape[1]
+    for start in range(0, queries, TILE):
+        end = min(start + TILE, queries)
+        yield slice(start, end), slice(keys - queries + end if causal else keys)
 
 
 def pieces(values: Tensor, lengths: list[int]) -> list[Tensor]:
@@ -313,19 +366,25 @@ def pieces(values: Tensor, lengths: list[int]) -> list[Tensor]:
     return [wide(piece).transpose(0, 1) for piece in values.split(lengths)]
 
 
-def masked_scores(query: Tensor, key: Tensor, causal: bool, scale: float) -> Tensor:
+def masked_scores(query: Tensor, key: Tensor, spans: Spans, scale: float) -> Tensor:
     scores = query @ key.mT * scale  # [H, queries, keys]
-    if not causal:
+    if not spans.causal:
         return scores
-    later = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).triu(1)
-    return scores.masked_fill(later, float("-inf"))
+    seen = seen_keys(query.shape[1], key.shape[1], spans.window, scores.device)
+    return scores.masked_fill(~seen, -math.inf)
+
+
+def seen_keys(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which keys of a sequence its last queries see, [queries, keys] bool."""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return seen if window is None else seen.triu(1 + keys - queries - window)
 
 
 def flash_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale: float) -> Attended:
     """Compute all sequences at once; the kernels' log-sum-exp is [H, n]."""
-    bounds = flash_bounds(spans, query.device)
+    bounds, (causal, span) = flash_bounds(spans, query.device), flash_mask(spans)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, *bounds, 0.0, spans.causal, False, scale=scale
+        query, key, value, *bounds, 0.0, causal, False, scale=scale, **span
     )
     return Attended(out.float(), lse.transpose(0, 1))
 
@@ -333,18 +392,24 @@ def flash_forward(query: Tensor, key: Tensor, value: Tensor, spans: Spans, scale
 def flash_backward(
     dout: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, spans: Spans, scale: float
 ) -> Gradients:
-    bounds = flash_bounds(spans, query.device)
+    bounds, (causal, span) = flash_bounds(spans, query.device), flash_mask(spans)
     out, lse = attended.out.to(query.dtype), attended.lse.transpose(0, 1).contiguous()
     dropout_state = torch.empty(2, dtype=torch.uint64, device=query.device)  # unused without dropout
     unused = torch.empty(0, device=query.device)
-    arguments = dout.to(query.dtype), query, key, value, out, lse, *bounds, 0.0, spans.causal, dropout_state, unused
-    dquery, dkey, dvalue = torch.ops.aten._flash_attention_backward(*arguments, scale=scale)
+    arguments = dout.to(query.dtype), query, key, value, out, lse, *bounds, 0.0, causal, dropout_state, unused
+    dquery, dkey, dvalue = torch.ops.aten._flash_attention_backward(*arguments, scale=scale, **span)
     return dquery.float(), dkey.float(), dvalue.float()
 
 
 def flash_bounds(spans: Spans, device: torch.device) -> tuple[Tensor, Tensor, int, int]:
     queries, keys = tuple(spans.query_lengths), tuple(spans.key_lengths)
     return boundaries(queries, device), boundaries(keys, device), max(queries), max(keys)
+
+
+def flash_mask(spans: Spans) -> tuple[bool, dict[str, int]]:
+    """Return whether a mask is plainly causal, or else the kernels' window; both count from a sequence's last key."""
+    near = spans.near() if spans.causal else None
+    return spans.causal and near is None, {} if near is None else {"window_size_left": near - 1, "window_size_right": 0}
 
 
 @lru_cache(maxsize=64)

@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from trueline.algorithms.losses import routing
 from trueline.config.base import ConfigError
-from trueline.data.types import to_device
-from trueline.models.attention import Arrangement, Current, PackedLayout, Padded, Ringed
+from trueline.data.types import Batch, Repeat, to_device
+from trueline.models.attention import Arrangement, Current, PackedLayout, Padded, Ringed, Shared
 from trueline.models.head import ChunkedHead, HeadWork, Teacher, chunked_divergence
 from trueline.models.loading import scoring_head
 from trueline.models.ring_attention import RingGroup
@@ -62,9 +64,10 @@ class Scorer(nn.Module):
         temperature: float,
         entropy: bool = True,
         experts: Tensor | None = None,
+        repeats: list[Repeat] | None = None,
     ) -> Outputs:
-        """Run over tokens on the model's device; `mask` is on the host."""
-        arrangement = self.arrange(lengths, tokens.device)
+        """Run over tokens on the model's device; `mask` is on the host. Tokens that repeat others are not computed."""
+        arrangement = self.arrange(lengths, tokens.device, repeats or [])
         if self.replay is not None:
             self.replay.begin(None if experts is None else arrangement.expert_rows(experts))
         if self.plain:
@@ -72,22 +75,24 @@ class Scorer(nn.Module):
         states = self.run(self.model, arrangement, tokens, **({"output_router_logits": True} if self.top_k else {}))
         hidden, routed = arrangement.hidden_rows(states.last_hidden_state), self.router_outputs(states, arrangement)
         if not self.has_language_head:
-            scores = arrangement.whole(scoring_head(self.model)[1](hidden).float())
+            scores = arrangement.spread(scoring_head(self.model)[1](hidden).float())
             return routed | ({"values": shift(scores[:, 0], lengths)} if self.values else {"scores": scores})
         # On the host, which need not wait for the device.
-        wanted = to_device(arrangement.local(predicting(mask, lengths)).nonzero()[:, 0], tokens.device)
+        predicts = arrangement.local(predicting(mask, lengths))
+        wanted = to_device(predicts.nonzero()[:, 0], tokens.device)
         head, work = self.model.get_output_embeddings(), HeadWork(temperature, self.chunk, entropy)
-        chosen, teacher = hidden.index_select(0, wanted), self.teacher[0]
+        rows, teacher = arrangement.rows(wanted), self.teacher[0]
+        chosen = hidden.index_select(0, rows)
         if teacher is None:
             targets = arrangement.local(tokens.roll(-1))[wanted]
             found = dict(zip(("logprobs", "entropy", "variance"), head(chosen, targets, work), strict=True))
         else:
             with torch.no_grad():
-                taught = arrangement.hidden_rows(self.run(teacher.model, arrangement, tokens).last_hidden_state)[wanted]
+                taught = arrangement.hidden_rows(self.run(teacher.model, arrangement, tokens).last_hidden_state)[rows]
             found = {"divergence": head(chosen, (teacher, taught), work)}
         for name, values in found.items():
             if values is not None:  # moved from the predicting positions to the tokens that they belong to
-                local = values.new_zeros(len(hidden)).index_copy(0, wanted, values)
+                local = values.new_zeros(len(predicts)).index_copy(0, wanted, values)
                 routed[name] = arrangement.whole(local).roll(1)
         return routed
 
@@ -102,9 +107,11 @@ class Scorer(nn.Module):
         finally:
             head.forward, self.plain = ours, False
 
-    def arrange(self, lengths: list[int], device: torch.device) -> Arrangement:
+    def arrange(self, lengths: list[int], device: torch.device, repeats: list[Repeat]) -> Arrangement:
         if not self.packed:
             return Padded(lengths)
+        if repeats:
+            return Shared(lengths, repeats, device)
         return Arrangement(lengths) if self.ring is None else Ringed(lengths, self.ring, device)
 
     def run(self, model: Any, arrangement: Arrangement, tokens: Tensor, **options: bool) -> Any:
@@ -127,7 +134,7 @@ class Scorer(nn.Module):
         if self.replay is not None and self.replay.experts is not None:
             for name, counts in zip(("agreed", "reported"), self.replay.count_agreement(), strict=True):
                 found[name] = arrangement.hidden_rows(counts.float().view(*rows))
-        return {name: arrangement.whole(values) for name, values in found.items()}
+        return {name: arrangement.spread(values) for name, values in found.items()}
 
 
 def apply_head(
@@ -180,14 +187,7 @@ class Probe:
         """Refuse a model that differs; `forward` takes tokens and sequence lengths, on every rank."""
         together = self._call(forward, self.tokens, list(LENGTHS)).float()
         alone = torch.cat([self._call(forward, part, [len(part)]) for part in self.tokens.split(LENGTHS)]).float()
-        random = torch.Generator().manual_seed(1)
-
-        def move(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-            """Change every embedded number by its last bit, up or down, to measure what rounding does."""
-            signs = torch.randint(0, 2, output.shape, generator=random) * 2 - 1
-            return output * (1 + torch.finfo(output.dtype).eps * signs).to(output)
-
-        with embeddings.register_forward_hook(move):
+        with rounding(embeddings):
             rounded = forward(self.tokens, list(LENGTHS)).float()
         limit = max(LEAST, NOISE * mean_gap(together, rounded))
         gap = mean_gap(together, alone)
@@ -212,6 +212,30 @@ class Probe:
             if not self.packed:
                 raise
             raise ConfigError(f"{self.name} does not support packed sequences ({error!r}): {REMEDY}") from error
+
+
+def rounding(embeddings: nn.Module) -> RemovableHandle:
+    """Change every embedded number by its last bit, up or down, to measure what rounding does."""
+    random = torch.Generator().manual_seed(1)
+
+    def move(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, output.shape, generator=random) * 2 - 1
+        return output * (1 + torch.finfo(output.dtype).eps * signs).to(output)
+
+    return embeddings.register_forward_hook(move)
+
+
+@torch.no_grad()
+def sharing_gap(batch: Batch, forward: Callable[[Batch], Tensor], embeddings: nn.Module) -> tuple[float, float]:
+    """Return the mean gap of outputs with and without shared prefixes, and a limit by what rounding does to them."""
+    shared = forward(batch).float()
+    with rounding(embeddings):
+        rounded = forward(batch).float()
+    plain = forward(replace(batch, repeats=[])).float()
+    if not batch.mask.any():  # a pass of fillers
+        return 0.0, LEAST
+    gap, moved = (mean_gap(shared[batch.mask], other[batch.mask]) for other in (plain, rounded))
+    return gap, max(LEAST, NOISE * moved)
 
 
 def mean_gap(one: Tensor, other: Tensor) -> float:

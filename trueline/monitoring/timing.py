@@ -1,9 +1,12 @@
-"""Durations in words, the seconds of each phase of a step, and speed."""
+"""Durations in words, the parts of a start, the seconds of each phase of a step, and speed."""
 
+import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
 
 from trueline.monitoring.heartbeat import WORK
 
@@ -17,6 +20,58 @@ def duration(seconds: float) -> str:
     if days:
         return f"{days} d {hours} h"
     return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min"
+
+
+Milestones = list[tuple[str, float]]  # parts of a start, one after the other, and when each ended
+
+
+class StartClock:
+    """The parts of this process's start."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.begun, self.ends = time.time(), Milestones()
+
+    def end(self, part: str) -> None:
+        """End a part, which has begun with the end of the one before."""
+        self.ends.append((part, time.time()))
+
+
+START = StartClock()
+
+
+@contextmanager
+def parts_in_log(parts: Mapping[str, str]) -> Iterator[None]:
+    """End a part of the start whenever a library logs a message with its words, whatever becomes of its handlers."""
+    make = logging.getLogRecordFactory()
+
+    def make_and_end(*args: Any, **named: Any) -> logging.LogRecord:
+        record = make(*args, **named)
+        for words, part in parts.items():
+            if words in str(record.msg):
+                START.end(part)
+        return record
+
+    logging.setLogRecordFactory(make_and_end)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
+
+
+def part_seconds(begun: float, ends: Milestones) -> dict[str, float]:
+    """Return the seconds of each part; parts of one name are added up."""
+    found: dict[str, float] = {}
+    for (_, since), (part, ended) in pairwise([("", begun), *ends]):
+        found[part] = found.get(part, 0.0) + ended - since
+    return found
+
+
+def describe_parts(parts: Mapping[str, float]) -> str:
+    """Return the parts that take at least half a second, in whole ones."""
+    return ", ".join(f"{part} {seconds:.0f}" for part, seconds in parts.items() if seconds >= 0.5)
 
 
 class Timer:
@@ -61,7 +116,7 @@ def flops_per_token(parameters: int, *, adapters: bool) -> int:
     return (4 if adapters else 6) * parameters
 
 
-def speed_metrics(tokens: int, seconds: float, devices: int, flops: int, device_name: str) -> dict[str, float]:
+def speed_metrics(tokens: int, seconds: float, devices: int, flops: float, device_name: str) -> dict[str, float]:
     """Return tokens per second, and MFU where the device's peak is known (attention and recomputation not counted)."""
     rate = tokens / seconds
     metrics = {"speed/tokens_per_second": rate, "speed/tokens_per_second_per_device": rate / devices}

@@ -48,6 +48,7 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
         processes = stack.enter_context(open_processes(*place, [config.model.path], saves=saves))
         specs = worker_specs(plan)
         model = model_group("model", processes.policy(worker_target(config.training), specs), specs)
+        model.report = progress.report
         model.start()
         if task.reference(config):
             cache = ReferenceCache(folder.path / "reference.safetensors", config.model.path)

@@ -50,7 +50,7 @@ class SupervisedTrainer:
                 if self.evaluation_due():
                     metrics |= self.evaluate()
                 times = self.timer.flush()
-                metrics |= times | self.speed(train.take(rows), times["time/train"])
+                metrics |= times | self.speed(train.take(rows), times["time/train"], metrics)
                 metrics |= self.care.monitor.check(state.step, metrics)
                 self.tracker.log(state.step, metrics)
                 self.watch.see(metrics)
@@ -95,9 +95,10 @@ class SupervisedTrainer:
             self.model.keep_facts(samples, task.loss, settings)
         return {f"evaluation/{name}": value for name, value in found.items()}
 
-    def speed(self, samples: list[Sample], seconds: float) -> dict[str, float]:
+    def speed(self, samples: list[Sample], seconds: float, known: dict[str, float]) -> dict[str, float]:
         plan, tokens = self.plan, sum(sample.length() for sample in samples)
-        flops = flops_per_token(plan.facts.parameters, adapters=plan.config.model.lora.rank > 0)
+        computed = 1 - known.get("speed/shared_prefixes", 0.0)
+        flops = computed * flops_per_token(plan.facts.parameters, adapters=plan.config.model.lora.rank > 0)
         return speed_metrics(tokens, seconds, plan.layout.policy_ranks, flops, plan.machine.gpu_name)
 
     def save(self, metrics: dict[str, float]) -> None:

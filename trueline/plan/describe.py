@@ -7,8 +7,9 @@ from trueline.algorithms.advantages import ADVANTAGES
 from trueline.algorithms.entries import lookup
 from trueline.algorithms.loss_aggregation import AGGREGATIONS
 from trueline.algorithms.policy_losses import POLICY_LOSSES
+from trueline.algorithms.shortcuts import fresh_old_logprobs, stream_obstacle, untested_draws
 from trueline.config.algorithm import AlgorithmConfig
-from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
+from trueline.config.model import WORTHWHILE, ModelConfig, RanksConfig, TrainingConfig, sharing_obstacle
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig, RoundsConfig
 from trueline.data.prompts import sample_of
@@ -23,7 +24,7 @@ from trueline.plan.inputs import PromptSet
 from trueline.plan.memory import GIB, SPARE, Forecast
 from trueline.plan.offline import SupervisedPlan
 from trueline.plan.resolve import adapter_doubt, adapter_obstacle, rate_line
-from trueline.plan.rl import RLPlan, fresh_old_logprobs, memory_bytes, untested_draws
+from trueline.plan.rl import RLPlan, memory_bytes
 from trueline.plan.sampling import Kind, SamplingPlan
 from trueline.plan.time import expected_seconds, phase_seconds, sync_bytes, update_seconds
 from trueline.runtime.cluster import Machine
@@ -58,7 +59,8 @@ def describe_on_paper(plan: RLPlan | SupervisedPlan, devices: Devices) -> str:
             f"{plan.longest_prompt}; optimizer steps: {plan.config.minibatches * plan.config.epochs}\n"
             f"sync       {sync_bytes(plan) / 1e9:.1f} GB to each engine by {plan.transport()}"
         )
-        expected = expected_line(phase_seconds(plan, devices) if devices.tflops else {}, devices, not layout.in_turns)
+        overlaps = plan.rollout.max_staleness > 0
+        expected = expected_line(phase_seconds(plan, devices) if devices.tflops else {}, devices, overlaps)
     else:
         processes = [ranks_line("training", layout.policy_ranks, plan.config.training, model)]
         batch = f"batch      {plan.config.samples_per_step} rows of {plan.longest} tokens"
@@ -124,6 +126,15 @@ def ranks_line(name: str, world: int, ranks: RanksConfig, model: ModelConfig) ->
     return ", ".join(part for part, applies in parts.items() if applies)
 
 
+def sharing_line(ranks: RanksConfig, model: ModelConfig, family: str) -> str:
+    """Describe whether sequences that begin with the same prompt compute it once, or why not."""
+    chosen = f"training.share_prefixes={str(ranks.share_prefixes).lower()}"
+    if (obstacle := sharing_obstacle(ranks, model.context_parallel)) or not ranks.share_prefixes:
+        return f"prefixes   each sequence of {family} computes the prompt again ({obstacle or chosen})"
+    least = f", if that saves {WORTHWHILE:.0%} of a step's tokens" if ranks.share_prefixes == "auto" else ""
+    return f"prefixes   the prompt of {family} is computed once in a pass{least} ({chosen})"
+
+
 def engines_line(rollout: ResolvedRollout) -> str:
     seeds = "" if rollout.seeded else ", completions without seeds of their own (rollout.seeded=false)"
     return f"engines    {rollout.engines} x {rollout.engine}, tensor parallel {rollout.tensor_parallel}{seeds}"
@@ -185,7 +196,8 @@ def rl_lines(plan: RLPlan) -> list[str]:
     config, layout, model = plan.config, plan.layout, plan.config.model
     sharing = "run side by side"
     if plan.shares_gpus():
-        sharing = f"share GPUs and {'take turns' if layout.in_turns else 'work at once'}"
+        by = "by MPS" if plan.machine.mps else "without MPS, which makes both slower"
+        sharing = f"share GPUs and {'take turns' if layout.in_turns else f'work at once, {by}'}"
     if config.runtime == "local":
         sharing = "run in this process"
     return [
@@ -194,10 +206,12 @@ def rl_lines(plan: RLPlan) -> list[str]:
         *process_lines(plan),
         *adapter_lines(config, plan.facts, plan.machine.gpus),
         *routing_lines(plan),
+        *([sharing_line(config.training, model, "a group")] if config.algorithm.group_size > 1 else []),
         *(rate_line(*one) for one in plan.rates()),
         *node_lines(layout, plan.machine, plan.rollout.workers),
         *memory_lines(plan.forecast),
         *recipe_lines(config),
+        *stream_lines(plan),
         *batch_lines(plan),
         *plan.rewards.lines,
     ]
@@ -296,9 +310,21 @@ def describe_kl(algorithm: AlgorithmConfig) -> str:
     return f"{kind}, coefficient {kl.coefficient:g}{adaptive}"
 
 
+def stream_lines(plan: RLPlan) -> list[str]:
+    """Describe whether complete groups are trained while others are sampled, or why not, on GPUs."""
+    config, memory = plan.config, "memory does not hold models and engines at once with the same passes"
+    if config.training.stream:
+        return ["stream     complete groups are trained while others are sampled; one optimizer step at the end"]
+    if not plan.machine.gpus:
+        return []
+    without = "MPS cannot be started here" if plan.shares_gpus() and not plan.machine.mps else memory
+    reason = stream_obstacle(config) or (without if plan.shares_gpus() else "training.stream=false")
+    return [f"stream     groups are trained when all are sampled: {reason}"]
+
+
 def batch_lines(plan: RLPlan) -> list[str]:
     config, completions = plan.config, plan.completions()
-    seconds = expected_seconds(phase_seconds(plan), overlaps=not plan.layout.in_turns)
+    seconds = expected_seconds(phase_seconds(plan), overlaps=plan.rollout.max_staleness > 0)
     return [
         prompts_line(plan.sources, plan.rollout, sum(len(prompts) for prompts in plan.evaluation_sets.values())),
         *reasoning_lines(plan),
@@ -327,6 +353,7 @@ def supervised_lines(plan: SupervisedPlan) -> list[str]:
         machine_line(plan.machine),
         model_line(model.path, plan.facts, model.dtype, model.lora.rank),
         ranks_line("training", plan.layout.policy_ranks, config.training, model),
+        *([sharing_line(config.training, model, "a pair")] if train.task.samples_per_row > 1 else []),
         rate_line(plan.facts.parameters, config.task, model, config.training),
         *node_lines(plan.layout, plan.machine),
         *memory_lines(plan.forecast),

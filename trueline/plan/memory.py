@@ -60,6 +60,11 @@ class Choice:
     on_host: bool = False  # the moments of all models whose keys allow it
     share: float = 0.0  # of a GPU that an engine takes, where models share it
 
+    def is_as_quick(self, other: "Choice", enough: float) -> bool:
+        """Tell whether passes and engine lose nothing against another choice; an engine uses no more than `enough`."""
+        alike = (self.tokens, self.checkpointing, self.on_host) == (other.tokens, other.checkpointing, other.on_host)
+        return alike and self.share >= min(other.share, enough)
+
     def keys(self, moved: Collection[str] = ()) -> Tree:
         """Return what is decided as keys; `moved` are sections whose moments may live on the host."""
         places = {section: {"offload": "moments" if self.on_host else "none"} for section in moved}
@@ -145,6 +150,10 @@ class MemoryPool:
         if self.engine.share is not None and "rollout" not in opened:
             return [self.engine.share]
         return list(dict.fromkeys([self.engine.most / self.size, self.engine.least / self.size]))
+
+    def engine_share(self) -> float:
+        """Return the most of the memory that an engine can use."""
+        return math.floor(self.engine.most / self.size * 1000) / 1000
 
     def grow_engine(self, choice: Choice, share: float) -> Choice:
         """Give an engine whose share was not set what the models leave while it works, up to what it can use."""

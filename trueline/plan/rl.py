@@ -7,7 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from trueline.algorithms.advantages import check_needs, fresh_logprobs, needs, policy_learns, policy_waits
+from trueline.algorithms.advantages import check_needs, needs, policy_learns, policy_waits
+from trueline.algorithms.shortcuts import stream_obstacle
 from trueline.config.base import ConfigError, Tree, merge
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig, check_training
 from trueline.config.rl import OWN_GPU, ResolvedRollout, RLConfig
@@ -110,6 +111,12 @@ class RLDraft:
         """Tell whether engines sleep while models on the same GPUs train."""
         return self.shares_gpus() and self.layout.in_turns
 
+    def streaming(self, *, on: bool) -> "RLDraft":
+        """Return the draft with or without streamed steps, for which models and engines work at once."""
+        in_turns = self.rollout.max_staleness == 0 and not on
+        config = self.config.with_keys({"training": {"stream": on}})
+        return replace(self, config=config, layout=replace(self.layout, in_turns=in_turns))
+
     def reading(self) -> Reading:
         held_out = [prompt for prompts in self.evaluation_sets.values() for prompt in prompts]
         rows = [prompt for source in self.sources for prompt in sample_of(source.prompts)]
@@ -142,6 +149,14 @@ class RLPlan(RLDraft):
         """Return the KV cache of an engine that shares GPUs: it cannot measure free memory while models load."""
         share, room = self.forecast.choice.share, self.forecast.room
         return room.engine.cache_bytes(share * room.size) if self.shares_gpus() else 0
+
+    def policy_share(self) -> float:
+        """Return how much of a GPU the policy may hold, cached memory included, beside those that work at once."""
+        if not self.shares_gpus() or self.layout.in_turns:
+            return 1.0
+        room = self.forecast.room
+        others = [count * size for name, (count, size) in room.each(self.forecast.choice).items() if name != "policy"]
+        return 1 - sum(others) / room.size
 
 
 def plan_rl(config: RLConfig) -> RLPlan:
@@ -182,7 +197,8 @@ def decide_within(asked: RLConfig, around: PlanInputs, context: int, *, propose:
     sets = {name: list(fitting_prompts(source, limit, too_long).prompts) for name, source in tested.items()}
     draft = RLDraft(config, rollout, machine, facts, layout, roles, fitted, sets, around.chat, around.rewards)
     divide = partial(dividing_keys, asked, around, ["training", *(role.section for role in roles)])
-    return settle_memory(draft, asked.rollout.gpu_memory_utilization, divide if propose else str)
+    share = asked.rollout.gpu_memory_utilization
+    return settle_stream(draft, lambda one: settle_memory(one, share, divide if propose else str))
 
 
 def dividing_keys(config: RLConfig, around: PlanInputs, sections: list[str]) -> str:
@@ -361,6 +377,25 @@ def settle_memory(draft: RLDraft, share: float | None, divide: Callable[[], str]
     return RLPlan(config, rollout, draft.machine, draft.facts, draft.layout, roles, *rest)
 
 
+def settle_stream(draft: RLDraft, settle: Callable[[RLDraft], RLPlan]) -> RLPlan:
+    """Stream steps where that is exact and, on shared GPUs, where memory holds all at once with the same keys."""
+    asked, reason = draft.config.training.stream, stream_obstacle(draft.config)
+    if asked is True and reason:
+        raise ConfigError(f"training.stream=true, but {reason}: set training.stream=auto", key="training.stream")
+    if reason or asked is False or (asked == "auto" and (draft.config.runtime == "local" or not draft.machine.gpus)):
+        return settle(draft.streaming(on=False))
+    if asked is True or not draft.shares_gpus():
+        return settle(draft.streaming(on=True))
+    if not draft.machine.mps:
+        return settle(draft.streaming(on=False))
+    apart = settle(draft.streaming(on=False))
+    with suppress(ConfigError):
+        together = settle(draft.streaming(on=True))
+        if together.forecast.choice.is_as_quick(apart.forecast.choice, together.forecast.room.engine_share()):
+            return together
+    return apart
+
+
 def tenants_of(plan: RLDraft) -> list[ModelFootprint]:
     """Return the models with their share of a step's tokens: trained ones of a minibatch's, others of all."""
     config, world = plan.config, plan.layout.policy_ranks
@@ -407,17 +442,3 @@ def rooms_of(plan: RLDraft, share: float | None) -> list[MemoryPool]:
         MemoryPool(machine.gpu_bytes, "cuda", shared, int(layout.colocated), engine, host, layout.in_turns),
         *(MemoryPool(machine.gpu_bytes, "cuda", [(one, 1)], host=host) for one in tenants if one.name in own),
     ]
-
-
-def fresh_old_logprobs(config: RLConfig) -> bool:
-    return fresh_logprobs(config.algorithm, config.minibatches * config.epochs, config.model.lora.dropout)
-
-
-def untested_draws(config: RLConfig) -> str:
-    """Return why the trainer cannot test what an engine draws, or nothing."""
-    reasons = {
-        "completions may come from older weights": config.rollout.max_staleness > 0,
-        "dynamic sampling selects completions by their rewards": config.algorithm.dynamic_sampling.enabled,
-        "adapters have dropout in updates": config.model.lora.dropout > 0,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")

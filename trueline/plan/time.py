@@ -2,6 +2,7 @@
 
 import math
 
+from trueline.algorithms.shortcuts import fresh_old_logprobs
 from trueline.config.model import TrainingConfig
 from trueline.config.rl import OWN_GPU
 from trueline.models.loading import ModelFacts
@@ -17,7 +18,7 @@ from trueline.plan.hardware import (
 )
 from trueline.plan.memory import GIB, ModelFootprint, adapter_elements, bytes_of, cached_token_bytes, place_tokens
 from trueline.plan.offline import SupervisedPlan
-from trueline.plan.rl import RLPlan, fresh_old_logprobs, tenants_of
+from trueline.plan.rl import RLPlan, tenants_of
 from trueline.plan.tasks import TASKS
 from trueline.training.engines import TRAIN_ENGINES
 

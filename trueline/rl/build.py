@@ -17,12 +17,13 @@ from trueline.monitoring.events import Events
 from trueline.monitoring.heartbeat import WORK
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
-from trueline.monitoring.timing import Timer
+from trueline.monitoring.timing import START, Timer
 from trueline.monitoring.trackers import Tracker
 from trueline.plan.resolve import suited_rate
 from trueline.plan.rl import RLPlan, plan_rl
 from trueline.plan.survey import survey
 from trueline.rl.models import DeviceSharing, Models
+from trueline.rl.streaming import Stream
 from trueline.rl.trainer import RLTrainer
 from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.engines import ROLLOUT_ENGINES
@@ -34,6 +35,7 @@ from trueline.runs.guard import UpdateMonitor
 from trueline.runs.launch import Job, Start, training
 from trueline.runs.processes import (
     Sampling,
+    describe_start,
     engine_specs,
     failure_files,
     model_group,
@@ -68,15 +70,22 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
     with ExitStack() as stack:
         place, saves = (plan.machine, plan.layout, folder.logs, config.runtime), config.checkpoint.save
         processes = stack.enter_context(open_processes(*place, plan.models(), saves=saves))
+        START.end("Ray")
+        warn_without_mps(plan, processes, progress)
         loop = stack.enter_context(open_loop(config.timeout_seconds))
         progress.note("starting   models and engines; each process imports its libraries first")
-        groups, pool = start_models(plan, processes, loop, progress)
+        groups, pool = begin_models(plan, processes)
+        for group in groups.values():
+            group.report = progress.report
         others = [groups.get(name) for name in ("reference", "teacher", "critic")]
         models = Models(config.algorithm, config.rollout.temperature, groups["policy"], *others)
-        sampling = stack.enter_context(open_sampling(plan, pool, processes, groups, loop, progress.note))
+        wait = partial(wait_for_models, groups, pool, loop, progress)
+        sampling = stack.enter_context(open_sampling(plan, pool, processes, groups, loop, progress.note, wait))
         sync = make_sync(plan, models.policy, pool, loop)
         # Before a checkpoint is restored: engines have loaded the initial model.
         progress.note(f"Weight sync {sync.verify_initial_sync()}")
+        START.end("sync")
+        progress.note(describe_start([*(one for group in groups.values() for one in group.actors), *pool.actors]))
         state = restore(RLState, checkpoints, models.load, progress)
         if config.checkpoint.save:
             prepare_saving(list(models.trained_models().values()))
@@ -110,6 +119,15 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             watch=MemoryWatch(plan.forecast, timer),
             care=care_of(config, folder, checkpoints, progress),
             workers=sampling.workers,
+            stream=make_stream(plan, models.policy) if config.training.stream else None,
+        )
+
+
+def warn_without_mps(plan: RLPlan, processes: Processes, progress: Progress) -> None:
+    if plan.machine.mps and plan.shares_gpus() and not (plan.layout.in_turns or processes.clients):
+        progress.note(
+            f"warning: MPS did not start ({processes.logs}/mps), so models and engines slow each other down on their "
+            "GPUs: allow it, or set training.stream=false and rollout.max_staleness=0"
         )
 
 
@@ -124,18 +142,15 @@ def survey_all(plan: RLPlan, logs: Path) -> Iterator[None]:
         yield
 
 
-@WORK.doing("phase", "start")
-def start_models(
-    plan: RLPlan, processes: Processes, loop: EventLoop, progress: Progress
-) -> tuple[dict[str, ModelGroup], EnginePool]:
-    """Start the policy, all other models and the engines at once; return models by name, and the engines."""
+def begin_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGroup], EnginePool]:
+    """Begin all processes of models and engines at once; return models by name, and the engines."""
     config, ranks = plan.config, plan.layout.policy_ranks
     updates = config.steps * config.minibatches * config.epochs
     learns = max(config.steps - policy_waits(config.algorithm), 1) * config.minibatches * config.epochs
     seconds = config.timeout_seconds
-    template = plan.chat.template.with_defaults()
+    besides = {"chat_template": plan.chat.template.with_defaults(), "memory_share": plan.policy_share()}
     specs = [
-        WorkerSpec(config.model, config.training, rank, ranks, learns, config.seed, seconds, chat_template=template)
+        WorkerSpec(config.model, config.training, rank, ranks, learns, config.seed, seconds, **besides)
         for rank in range(ranks)
     ]
     groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
@@ -145,13 +160,19 @@ def start_models(
     engines = processes.engines(ROLLOUT_ENGINES[plan.rollout.engine].target(plan.rollout), engine)
     pool = EnginePool(engines, plan.rollout.max_sequences, takes_groups=True)
     groups |= {role.name: role_group(role, processes, config.seed, seconds, updates) for role in plan.roles}
+    return groups, pool
+
+
+@WORK.doing("phase", "start")
+def wait_for_models(groups: dict[str, ModelGroup], pool: EnginePool, loop: EventLoop, progress: Progress) -> None:
+    """Let all models meet and load, and wait for them and for the engines."""
     begun = time.monotonic()
     start_groups(list(groups.values()))
     progress.note(f"loaded     {', '.join(groups)} ({time.monotonic() - begun:.0f} s); engines may need longer")
     loop.run(pool.call(RolloutEngine.processes), "start of the engines")
     progress.note(f"engines    are ready ({time.monotonic() - begun:.0f} s)")
-    asyncio.run_coroutine_threadsafe(pool.watch(config.timeout_seconds / SILENCE), loop.loop)
-    return groups, pool
+    START.end("models and engines")
+    asyncio.run_coroutine_threadsafe(pool.watch(groups["policy"].timeout_seconds / SILENCE), loop.loop)
 
 
 def make_rollouts(plan: RLPlan, sampling: Sampling, state: RLState, folder: RunFolder) -> Rollouts:
@@ -171,6 +192,14 @@ def make_rollouts(plan: RLPlan, sampling: Sampling, state: RLState, folder: RunF
         sampling.loop,
         state.ledger,
     )
+
+
+def make_stream(plan: RLPlan, policy: ModelGroup) -> Stream:
+    """Make the stream of a run's steps: a part fills half a pass of every rank, or is an eighth of a small step."""
+    aggregation, longest = plan.config.algorithm.loss_aggregation, plan.rollout.max_new_tokens
+    tokens, passes = plan.completions() * longest, policy.budget.tokens * policy.mesh.data
+    expected = tokens / 2 if aggregation == "token_mean" else plan.completions()
+    return Stream(aggregation, longest, expected, least=min(passes // 2, tokens // 8))
 
 
 def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, loop: EventLoop) -> WeightSync:

@@ -42,7 +42,7 @@ def stored_samples(groups: Sequence[SampledGroup]) -> StoredSamples:
             assert one.reward is not None, f"an episode with outcome {one.outcome} has no reward"
             known = (one.reward, one.baseline or 0.0, one.truncated)
             rows += [
-                SampleNumbers(part.length, part.sampled, one.group, episode, part.version, *known)
+                SampleNumbers(part.length, part.sampled, one.group, episode, part.version, *known, kin=part.kin)
                 for part in one.sequences
             ]
             episode += 1
@@ -131,3 +131,16 @@ def add_assessment(stored: StoredSamples, found: Assessment, arrays: Stored[Arra
         row.reward, row.filtered = reward, filtered
     names = FILLED if critic else FILLED[:1]
     stored.add(SampleBlock(names, tuple(stored.numbers), arrays))
+
+
+def freely_drawn(groups: list[SampledGroup]) -> bool:
+    """Tell whether no reply was held to a format while it was sampled, which changes the odds of tokens."""
+    return not any("agent/structured" in episode.metrics for group in groups for episode in group)
+
+
+def places_by_episode(samples: StoredSamples) -> dict[int, list[int]]:
+    """Return the places of each episode's samples."""
+    places: dict[int, list[int]] = {}
+    for at, row in enumerate(samples.rows):
+        places.setdefault(row.episode, []).append(at)
+    return places

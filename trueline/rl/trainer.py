@@ -13,19 +13,28 @@ from trueline.algorithms.advantages import needs, policy_learns
 from trueline.algorithms.importance_sampling import EXCESS, VARIANCE, draw_metrics
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.algorithms.reward_shaping import adapt_coefficient
+from trueline.algorithms.shortcuts import fresh_old_logprobs, untested_draws
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
-from trueline.plan.rl import fresh_old_logprobs, untested_draws
 from trueline.rl.metrics import AIMS, describe_step, over_updates
 from trueline.rl.models import DeviceSharing, Models
-from trueline.rl.step import add_assessment, assess, describe_tokens, stored_samples, write_transcripts
+from trueline.rl.step import (
+    add_assessment,
+    assess,
+    describe_tokens,
+    freely_drawn,
+    places_by_episode,
+    stored_samples,
+    write_transcripts,
+)
+from trueline.rl.streaming import SAMPLED, Stream
 from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import EngineCrashLoop, EngineLost, NothingToLearn, UnusableData
 from trueline.rollout.rollouts import Rollouts
-from trueline.rollout.summary import EpisodeSummary, SampledGroup, transcript
+from trueline.rollout.summary import SampledGroup, transcript
 from trueline.runs.guard import UpdateMonitor
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.rescue import HealthAction, MemoryWatch, SaveOnFailure
@@ -35,7 +44,8 @@ from trueline.runtime.actors import ActorFailure
 from trueline.runtime.event_loop import Interrupted
 from trueline.sync.weights import WeightSync
 from trueline.training.checkpoints import Checkpoints
-from trueline.training.report import LossSettings
+from trueline.training.group import GradientsLost
+from trueline.training.report import LossSettings, Then
 from trueline.training.samples import StoredSamples
 
 
@@ -58,6 +68,7 @@ class RLTrainer:
     watch: MemoryWatch
     care: HealthAction
     workers: RolloutWorkers
+    stream: Stream | None = None  # trains groups while others are sampled
     example: tuple[list[int], list[bool]] | None = None  # of a completion, in runs whose completions may be stale
 
     def fit(self) -> RLState:
@@ -83,13 +94,9 @@ class RLTrainer:
 
     def step(self, interrupts: Interrupts) -> None:
         """Sample, score, assign advantages, update and sync; count, save, evaluate and report in between."""
-        groups = self.sample()
-        samples, learns = stored_samples(groups), self.policy_learns()
+        groups, learns = self.sample(), self.policy_learns()
         with self.sharing.training():
-            self.score(samples)
-            self.assign_advantages(samples)
-            formatted = any(has_format(one) for group in groups for one in group)
-            metrics = self.update_models(samples, freely_drawn=not formatted)
+            samples, metrics = self.train(groups)
             describe, at_once = self.describe(samples), interrupts.requested
             if early := at_once or self.save_due(self.state.step + 1) or self.acts_on_tokens():
                 metrics |= describe()
@@ -114,7 +121,7 @@ class RLTrainer:
             while True:
                 try:
                     with self.timer.phase("rollout"):
-                        groups = self.rollouts.take(self.config.prompts_per_step)
+                        groups = self.take(self.config.prompts_per_step)
                 except EngineLost:
                     self.publish()
                 else:
@@ -127,6 +134,66 @@ class RLTrainer:
             with self.timer.phase("save"):
                 self.checkpoints.settle()
         return groups
+
+    def take(self, count: int) -> list[SampledGroup]:
+        """Wait for the groups of a step; a stream trains those that are complete meanwhile."""
+        if self.stream is None or self.stream.failed:
+            return self.rollouts.take(count)
+        return self.rollouts.stream(count, self.train_part, self.stream.least)
+
+    def train_part(self, groups: list[SampledGroup]) -> bool:
+        """Accumulate the gradients of some groups of a step; return whether more may follow."""
+        assert self.stream is not None
+        with self.timer.phase("stream"):
+            part = stored_samples(groups)
+            self.models.score(part, logprobs_from_update=self.logprobs_from_update())
+            self.assign_advantages(part)
+            self.stream.add(part)
+            try:
+                self.models.policy.update(part, "policy", self.settings("policy", freely_drawn(groups), then="more"))
+            except GradientsLost:
+                self.stream.lost = True
+        return not self.stream.lost
+
+    def train(self, groups: list[SampledGroup]) -> tuple[StoredSamples, dict[str, float]]:
+        """Score groups, assign advantages and update; return their samples and the metrics of the update."""
+        stream = self.stream
+        rest = groups if stream is None else stream.rest(groups)
+        samples = stored_samples(rest)
+        if rest:
+            self.score(samples)
+            self.assign_advantages(samples)
+        if stream is None or not stream.parts:
+            return samples, self.update_models(samples, freely_drawn=freely_drawn(groups))
+        streamed = len(groups) - len(rest)
+        with self.timer.phase("train"):
+            samples, metrics = self.end_stream(stream, samples, freely_drawn(groups))
+        return samples, self.test_draws(over_updates([metrics])) | {"rollout/streamed_share": streamed / len(groups)}
+
+    def end_stream(self, stream: Stream, rest: StoredSamples, first: bool) -> tuple[StoredSamples, dict[str, float]]:
+        """Make the optimizer step of a step whose other parts are trained.
+
+        In a run's first one, the gradient is compared with that of the whole batch, which is then stepped.
+        """
+        if len(rest):
+            stream.add(rest)
+        last, scale, model = rest if len(rest) else stream.nothing(), stream.scale(), self.models.policy
+        steps, wanted = stream.proven and scale > 0, 0 if stream.proven else SAMPLED
+        settings = self.settings("policy", first, scale=scale, then="step" if steps else "discard", gradients=wanted)
+        lost, found = stream.lost, dict[str, float]()
+        if not lost:
+            try:
+                found = (self.guard if steps else model).update(last, "policy", settings)
+            except GradientsLost:
+                lost = True
+        samples = stream.end()
+        if steps and not lost:
+            return samples, found
+        streamed = model.gradient
+        metrics = self.update(samples, first=first, gradients=wanted)
+        if metrics and not lost and not stream.proven:
+            self.progress.report(stream.compare(streamed, model.gradient, self.config.model.dtype))
+        return samples, metrics
 
     def score(self, samples: StoredSamples) -> None:
         with self.timer.phase("score"):
@@ -152,8 +219,11 @@ class RLTrainer:
                     updates.append(self.update(samples.subset(places), first=first))
         return self.test_draws(over_updates(updates))
 
-    def update(self, minibatch: StoredSamples, *, first: bool = True) -> dict[str, float]:
-        """Make an optimizer step of each model; draws are tested in the `first`, which has the weights that sampled."""
+    def update(self, minibatch: StoredSamples, *, first: bool = True, gradients: int = 0) -> dict[str, float]:
+        """Make an optimizer step of each model; draws are tested in the `first`, which has the weights that sampled.
+
+        So many numbers of each `gradient` can be compared afterwards.
+        """
         config = self.config
         set_weights(minibatch.rows, config.algorithm.loss_aggregation, self.rollout.max_new_tokens)
         if not any(row.weight for row in minibatch.rows):
@@ -164,20 +234,32 @@ class RLTrainer:
         # At once where each has devices of its own.
         with ThreadPoolExecutor(len(learners) if config.critic.placement == "separate" else 1) as threads:
             made = {
-                loss: threads.submit(self.make_step, guard, minibatch, loss, first) for loss, guard in learners.items()
+                loss: threads.submit(self.make_step, guard, minibatch, loss, self.settings(loss, first, gradients))
+                for loss, guard in learners.items()
             }
         metrics = made["policy"].result() if "policy" in made else {}
         found = made["value"].result() if "value" in made else {}
         return metrics | {f"critic/{name.removeprefix('critic/')}": value for name, value in found.items()}
 
-    def make_step(self, guard: UpdateMonitor, minibatch: StoredSamples, loss: str, first: bool) -> dict[str, float]:
-        statistics = {"kl_coefficient": self.kl_coefficient()}
-        logprobs_from_update = loss == "policy" and self.logprobs_from_update()
-        entropies = loss == "policy" and self.config.monitoring.tokens
-        draws = loss == "policy" and first and not untested_draws(self.config)
-        settings = LossSettings(
-            self.rollout.temperature, self.config.algorithm, statistics, logprobs_from_update, entropies, draws
+    def settings(
+        self, loss: str, first: bool, gradients: int = 0, then: Then = "step", scale: float = 1.0
+    ) -> LossSettings:
+        is_policy = loss == "policy"
+        return LossSettings(
+            self.rollout.temperature,
+            self.config.algorithm,
+            {"kl_coefficient": self.kl_coefficient()},
+            logprobs_from_update=is_policy and self.logprobs_from_update(),
+            entropies=is_policy and self.config.monitoring.tokens,
+            draws=is_policy and first and not untested_draws(self.config),
+            then=then,
+            scale=scale,
+            gradients=gradients,
         )
+
+    def make_step(
+        self, guard: UpdateMonitor, minibatch: StoredSamples, loss: str, settings: LossSettings
+    ) -> dict[str, float]:
         return guard.update(minibatch, loss, guard.model.prepare_settings(minibatch, loss, settings))
 
     def publish(self) -> dict[str, float]:
@@ -362,16 +444,3 @@ class RLTrainer:
         self.state.ledger.balance()
         write = partial(self.models.write, whole=self.config.checkpoint.holds_model(self.state.step, self.config.steps))
         self.checkpoints.save(self.state.step, asdict(self.state), write, metrics)
-
-
-def has_format(episode: EpisodeSummary) -> bool:
-    """Tell whether replies were held to a format while they were sampled, which changes the odds of tokens."""
-    return "agent/structured" in episode.metrics
-
-
-def places_by_episode(samples: StoredSamples) -> dict[int, list[int]]:
-    """Return the places of each episode's samples."""
-    places: dict[int, list[int]] = {}
-    for at, row in enumerate(samples.rows):
-        places.setdefault(row.episode, []).append(at)
-    return places

@@ -1,10 +1,11 @@
 """The protocol of rollout engines."""
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -150,11 +151,36 @@ class SamplingEngine(Protocol):
 PROOFS = ("holdings", "bit_sums", "cached_tokens", "score")  # methods by which a run proves what an engine holds
 
 
+class Received(NamedTuple):
+    """What an engine tells of an update."""
+
+    prints: list[list[int]]  # of each process, for each bucket
+    sums: list[dict[str, int]]  # of each process, by weight, if they were wanted
+    seconds: float  # of receiving alone
+
+
 class WeightSink(Protocol):
     """An engine that takes new weights while it runs. Which of PROOFS it has, its row of the table declares."""
 
+    async def halt(self, mode: str, tokens: list[int]) -> None:
+        """Pause, and cache a block that begins with `tokens`, if there are any: after an update it must be gone."""
+        await self.pause(mode)
+        if tokens:
+            await self.cached_tokens(tokens)
+
+    async def take(self, buckets: list[Bucket], version: int, summed: str = "") -> Received:
+        """Receive new weights and, if a type is given, add up what is held then."""
+        begun = time.perf_counter()
+        prints = await self.receive(buckets, version)
+        seconds = time.perf_counter() - begun
+        return Received(prints, await self.bit_sums(summed) if summed else [], seconds)
+
+    async def show(self, tokens: list[int], cached: bool) -> tuple[int, list[float]]:
+        """Return what `cached_tokens`, if it is wanted, and `score` tell of the tokens."""
+        return await self.cached_tokens(tokens) if cached else 0, await self.score(tokens)
+
     async def score(self, tokens: list[int]) -> list[float]:
-        """Return log-probs of tokens[1:] at temperature 1, under the current weights."""
+        """Return log-probs of tokens[1:] at temperature 1, under the current weights. It works while paused."""
 
     async def pause(self, mode: str = "wait") -> None:
         """Start no new requests. Let running ones end (`wait`), or interrupt them: then the caller continues them

@@ -63,7 +63,7 @@ ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's
 
 def vllm_environment(rollout: RolloutConfig, gpus: int) -> dict[str, str]:
     # Without another process, which would import vLLM as well and receive every token.
-    common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    common = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     if gpus:
         # FlashInfer's sampler compiles kernels for minutes at its first use.
         return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}

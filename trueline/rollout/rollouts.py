@@ -2,8 +2,9 @@
 
 import asyncio
 import math
+import sys
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -87,10 +88,12 @@ class Rollouts:
         self.running: dict[int, InFlightGroup] = {}  # by number, in the order of admission
         self.expiring: Counter[int] = Counter()  # how many of these have each last version
         self.finished: dict[int, list[int]] = {}  # heaps of the numbers of those that are sampled, by last version
-        self.has_finished = asyncio.Event()
+        self.has_finished, self.has_more = asyncio.Event(), asyncio.Event()  # the latter for a step that is streamed
         self.again = sorted(ledger.under_way)  # sampled before, without a fate
         self.version = 0
         self.ready: list[list[Any]] = []  # for the current step
+        self.taking: asyncio.Task[list[Any]] | None = None  # waits for the groups of a step that is streamed
+        self.given: set[int] = set()  # numbers of that step's groups that were given away before it was complete
         self.examined = 0  # groups for the current step
         self.total = self.useful = 0  # groups, to estimate how many dynamic sampling needs
         self.left_out = self.failed = 0  # groups in a row
@@ -112,6 +115,58 @@ class Rollouts:
         An interrupt cancels it. Groups that were not trained stay in flight in the ledger.
         """
         return self.loop.run_until_interrupted(self._take(count), "taking groups")
+
+    def stream(self, count: int, train: Callable[[list[Any]], bool], least: int) -> list[Any]:
+        """Take groups like `take`; give those that are certain to be among them to `train` while others are sampled.
+
+        A part has at least `least` sampled tokens. No part follows one for which `train` returns False.
+        """
+        try:
+            while part := self.loop.run_until_interrupted(self._certain_part(count, least), "waiting for groups"):
+                self.given |= {group[0].group for group in part}
+                least = least if train(part) else sys.maxsize
+            return self.loop.run_until_interrupted(self._end_stream(), "taking groups")
+        finally:
+            self.loop.run(self._stop_taking(), "ending a stream of groups")
+
+    async def _certain_part(self, count: int, least: int) -> list[Any]:
+        """Wait for groups that will be trained and were not given away; return none once the step is complete."""
+        if self.taking is None:
+            self.taking = asyncio.create_task(self._take(count))
+        while not self.taking.done():
+            self.has_more.clear()
+            part = [group for group in self._certain(count) if group[0].group not in self.given]
+            if part and sum(one.sampled_tokens() for group in part for one in group) >= least:
+                return part
+            more = asyncio.create_task(self.has_more.wait())
+            await asyncio.wait({self.taking, more}, return_when=asyncio.FIRST_COMPLETED)
+            more.cancel()
+        return []
+
+    async def _end_stream(self) -> list[Any]:
+        assert self.taking is not None
+        groups = await self.taking
+        assert self.given <= {group[0].group for group in groups}, "a group was trained that the step does not have"
+        self.given.clear()
+        return groups
+
+    async def _stop_taking(self) -> None:
+        if self.taking is not None:
+            self.taking.cancel()
+            await asyncio.wait({self.taking})
+        self.taking = None
+
+    def _certain(self, count: int) -> list[Any]:
+        """Return the step's groups that are sampled and will be trained, whatever becomes of those before them."""
+        found, places = list(self.ready), count - len(self.ready)
+        left = count * self.plan.dynamic.max_batches - self.examined if self.plan.dynamic.enabled else places
+        for one in list(self.running.values())[:left]:
+            group = one.task.result() if one.task.done() and one.task.exception() is None else None
+            if group is not None and self._fate(group):
+                continue
+            found += [scored_part(group)] if group is not None and places else []
+            places -= places > 0
+        return found
 
     async def _renew(self) -> None:
         """Drop groups that are too old now, and fill the queue."""
@@ -142,6 +197,7 @@ class Rollouts:
         if self.running.get(one.number) is one:  # and was not ended
             heappush(self.finished.setdefault(one.last_version, []), one.number)
             self.has_finished.set()
+            self.has_more.set()
 
     def draw(self) -> tuple[int, Prompt]:
         """Draw the next prompt that fits; those that do not, of a large dataset, get their fate."""
@@ -264,7 +320,9 @@ class Rollouts:
         self.dropped.left_out += len(left_out)
         self.dropped.metrics += [trajectory.metrics for trajectory in left_out]
         self.dropped.lengths += sampled_lengths(group)
-        fate = self._fate(group, failed)
+        fate = self._fate(group)
+        self.dropped.groups += fate in ("failed", "left_out")
+        self.dropped.uniform += [self._rewards(group)[0]] if fate == "uniform" else []
         self.left_out = self.left_out + 1 if fate == "left_out" else 0
         if self.left_out > self.plan.prompts_per_step * self.plan.dynamic.max_batches:
             raise NothingToLearn(
@@ -280,18 +338,16 @@ class Rollouts:
         self.useful += not fate
         return not fate
 
-    def _fate(self, group: Sequence[Episode], failed: int) -> str:
+    def _fate(self, group: Sequence[Episode]) -> str:
         """Return why a group is not trained, or nothing."""
         if sum(one.outcome.is_scored for one in group) < min(2, self.sampler.size):
-            self.dropped.groups += 1
-            return "failed" if failed else "left_out"
-        if not self.plan.dynamic.enabled:
-            return ""
-        rewards = [part_reward(one, self.plan.dynamic.reward) for one in group if one.outcome.is_scored]
-        if max(rewards) - min(rewards) > SAME_REWARD:
-            return ""
-        self.dropped.uniform.append(rewards[0])
-        return "uniform"
+            return "failed" if any(one.outcome.is_failure for one in group) else "left_out"
+        rewards = self._rewards(group) if self.plan.dynamic.enabled else []
+        return "uniform" if rewards and max(rewards) - min(rewards) <= SAME_REWARD else ""
+
+    def _rewards(self, group: Sequence[Episode]) -> list[float]:
+        """Return the rewards that dynamic sampling compares."""
+        return [part_reward(one, self.plan.dynamic.reward) for one in group if one.outcome.is_scored]
 
 
 def sampled_lengths(group: Sequence[Episode]) -> list[int]:

@@ -1,14 +1,15 @@
 """What leaves a rollout worker: numbers of each episode for the controller, arrays for ranks, texts for transcripts."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from trueline.data.batching import find_families
 from trueline.data.messages import content_of
-from trueline.data.types import Outcome, Sample, Trajectory, is_filled, to_samples
+from trueline.data.types import Kin, Outcome, Sample, Trajectory, is_filled, to_samples
 from trueline.environments.single_turn import reward_call
 from trueline.runtime.actors import Stored
 
@@ -41,6 +42,7 @@ class SequenceSummary:
     length: int
     sampled: int  # tokens
     version: int  # of the oldest sampled token
+    kin: Kin = Kin()
 
 
 @dataclass(slots=True)
@@ -92,6 +94,15 @@ class SampledGroup(list[EpisodeSummary]):
 
     def with_rewards(self) -> "SampledGroup":
         return SampledGroup((one for one in self if one.outcome.is_scored), self.parcels)
+
+
+def summarise_group(group: Sequence[Trajectory]) -> list[EpisodeSummary]:
+    """Summarise the episodes of a group, and note which of their sequences begin alike."""
+    found = [summarise(one) for one in group]
+    kin = iter(find_families([part.tokens for one in group if one.outcome.is_scored for part in one.sequences()]))
+    for one in found:
+        one.sequences = [replace(part, kin=next(kin)) for part in one.sequences]
+    return found
 
 
 def summarise(trajectory: Trajectory) -> EpisodeSummary:

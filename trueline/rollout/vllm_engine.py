@@ -1,10 +1,11 @@
 """vLLM as a rollout engine, in its own process; with tensor parallelism vLLM starts more."""
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig
-from vllm import EngineArgs
+from vllm import EngineArgs, ModelRegistry
 from vllm import SamplingParams as VllmParams
 from vllm.config import StructuredOutputsConfig
 from vllm.inputs import TokensPrompt
@@ -24,6 +25,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from trueline.data.types import INTERRUPTED, NO_EXPERTS, Completion
 from trueline.environments.tools.vllm_calls import BACKEND, vllm_structure
 from trueline.monitoring.heartbeat import WORK
+from trueline.monitoring.timing import parts_in_log
 from trueline.rollout.engine import (
     EngineSpec,
     RequestBook,
@@ -36,16 +38,26 @@ from trueline.rollout.engines import ADAPTER_RANKS
 from trueline.rollout.vllm_receiver import ADAPTER, PlainBucket
 from trueline.runtime.actors import Given, Result
 from trueline.runtime.fingerprints import Holding
+from trueline.runtime.step_thread import StepThread, claim
 from trueline.runtime.transport import Bucket, Link
 
 CPU_TOKENS_PER_STEP = 4096
 STRUCTURES = StructuredOutputsConfig(backend=BACKEND, disable_any_whitespace=True)
 RECEIVER = "trueline.rollout.vllm_receiver.WeightReceiver"
+PARTS = {  # of a start, by what vLLM logs as each ends
+    "Loading model from scratch": "set-up",
+    "Starting to load model": "set-up",
+    "Loading weights took": "weights",
+    "Model loading took": "weights",
+    "torch.compile took": "compile",
+    "Initial profiling/warmup run took": "compile",
+    "Graph capturing finished": "graphs",
+}
 WORKER_SECONDS = 5.0  # between the errors of other workers and the end of a dying one
 
 
 class VllmEngine(RolloutEngine):
-    """vLLM's own loop in a thread: it steps while there are requests, and makes other calls between steps."""
+    """vLLM in a thread of its own, which requests and other calls reach between two steps."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.book = RequestBook(self.generate)
@@ -61,12 +73,14 @@ class VllmEngine(RolloutEngine):
         self.running = 0  # requests, preempted ones included
         self.idle = asyncio.Event()
         self.idle.set()
-        self.waiting: dict[str, asyncio.Future[Any]] = {}
-        self.calls = 0  # that wait for the end of a step
-        self.stepping: asyncio.Task[None] | None = None
-        self.thread = ThreadPoolExecutor(1)
+        self.waiting: dict[str, Future[Any]] = {}
+        self.thread = StepThread(self._step, self._fail_waiting)
         options = EngineArgs(**engine_options(spec, on_gpu))
-        self.llm = self.thread.submit(LLMEngine.from_engine_args, options).result()
+        if self.workers == 1:
+            import_model(spec)
+        with parts_in_log(PARTS):
+            self.llm = self.thread.call(LLMEngine.from_engine_args, options).result()
+        logging.getLogger("vllm").setLevel(logging.WARNING)  # the start alone is of interest
         if self.workers > 1:
             self.llm.model_executor.register_failure_callback(end_process)
 
@@ -99,7 +113,7 @@ class VllmEngine(RolloutEngine):
         return Completion.of(chosen, sampled.logprobs, self.version, reason, cached, experts=experts)
 
     async def score(self, tokens: list[int]) -> list[float]:
-        output = await self._run(tokens, one_token(prompt_logprobs=0), f"score-{self.version}")
+        output = await self._run(tokens, one_token(prompt_logprobs=0), f"score-{self.version}", paused=True)
         return [one[token].logprob for one, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
 
     async def _run(self, tokens: list[int], settings: VllmParams, request: str, *, paused: bool = False) -> Any:
@@ -107,14 +121,12 @@ class VllmEngine(RolloutEngine):
             await self.open.wait()
         self.running += 1
         self.idle.clear()
-        done = self.waiting[request] = asyncio.get_running_loop().create_future()
+        done = self.waiting[request] = Future[Any]()
         try:
             prompt = TokensPrompt(prompt_token_ids=tokens)
-            await self._call(self.llm.add_request, request, prompt, settings, lora_request=self.adapter)
-            if self.stepping is None or self.stepping.done():
-                self.stepping = asyncio.create_task(self._step())
-                self.stepping.add_done_callback(self._fail_waiting)
-            return await done
+            add = partial(self.llm.add_request, request, prompt, settings, lora_request=self.adapter)
+            self.thread.begin(partial(self._guard, add), done)
+            return await asyncio.wrap_future(done)
         except asyncio.CancelledError:
             await self._call(self.llm.abort_request, [request])
             raise
@@ -127,11 +139,7 @@ class VllmEngine(RolloutEngine):
 
     async def _call(self, method: Callable[Given, Result], *args: Given.args, **named: Given.kwargs) -> Result:
         """Make a call in vLLM's thread, after the current step."""
-        work, self.calls = partial(method, *args, **named), self.calls + 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self.thread, self._guard, work)
-        finally:
-            self.calls -= 1
+        return await asyncio.wrap_future(self.thread.call(self._guard, partial(method, *args, **named)))
 
     def _guard(self, work: Callable[[], Result]) -> Result:
         """Call vLLM; if it fails because a worker process is gone, end this process, so that it is restarted."""
@@ -147,30 +155,25 @@ class VllmEngine(RolloutEngine):
                 if executor.is_failed or wait(sentinels, WORKER_SECONDS):
                     end_process()
 
-    async def _step(self) -> None:
-        while self.waiting:
-            work = asyncio.get_running_loop().run_in_executor(self.thread, self._guard, self._run_steps)
-            self._deliver(await work)
+    def _step(self) -> bool:
+        """Step once, in vLLM's thread; return whether there is more to do."""
+        if not self.waiting or not self.llm.has_unfinished_requests():
+            return False
+        for output in self._guard(self.llm.step):
+            if output.finished:
+                self._deliver(output)
+        WORK.move()
+        return True
 
-    def _deliver(self, outputs: list[Any]) -> None:
-        for output in outputs:
-            done = self.waiting.get(output.request_id)
-            if done is not None and not done.done():  # the request may have been cancelled
-                done.set_result(output)
+    def _deliver(self, output: Any) -> None:
+        done = self.waiting.get(output.request_id)
+        if done is not None and claim(done):
+            done.set_result(output)
 
-    def _run_steps(self) -> list[Any]:
-        """Step until a request is finished or another call waits."""
-        finished: list[Any] = []
-        while not finished and not self.calls and self.llm.has_unfinished_requests():
-            finished = [output for output in self.llm.step() if output.finished]
-            WORK.move()
-        return finished
-
-    def _fail_waiting(self, stepping: asyncio.Task[None]) -> None:
-        """Pass an error that ended the steps to all waiting requests."""
-        error = None if stepping.cancelled() else stepping.exception()
-        for done in self.waiting.values():
-            if error is not None and not done.done():
+    def _fail_waiting(self, error: BaseException) -> None:
+        """Pass an error that ended a step to all waiting requests."""
+        for done in list(self.waiting.values()):
+            if claim(done):
                 done.set_exception(error)
 
     async def pause(self, mode: str = "wait") -> None:
@@ -178,15 +181,16 @@ class VllmEngine(RolloutEngine):
         self.open.clear()
         self.keeps = mode == "keep"
         if mode != "wait":
-            self._deliver(await self._call(self._interrupt))
+            await self._call(self._interrupt)
         await self.idle.wait()
 
-    def _interrupt(self) -> list[Any]:
-        """Abort all requests, and return their tokens so far, as vLLM's asynchronous client does."""
+    def _interrupt(self) -> None:
+        """Abort all requests, and deliver their tokens so far, as vLLM's asynchronous client does."""
         states = list(self.llm.output_processor.request_states.values())
         outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]
         self.llm.abort_request([state.external_req_id for state in states])
-        return outputs
+        for output in outputs:
+            self._deliver(output)
 
     async def resume(self) -> None:
         self.open.set()
@@ -245,6 +249,17 @@ class VllmEngine(RolloutEngine):
         prompt = (tokens * length)[:length]  # only whole blocks are cached, and never the last token
         output = await self._run(prompt, one_token(), f"cached-{self.version}", paused=True)
         return int(output.num_cached_tokens or 0)
+
+
+def import_model(spec: EngineSpec) -> None:
+    """Import the model's class here: vLLM would inspect it in a process that imports all of vLLM again.
+
+    Not where vLLM forks workers, which must happen before a class has a chance to initialise CUDA.
+    """
+    settings = AutoConfig.from_pretrained(spec.model, trust_remote_code=spec.trust_remote_code)
+    for name in settings.architectures or ():
+        if (known := ModelRegistry.models.get(name)) is not None:
+            ModelRegistry.register_model(name, known.load_model_cls())
 
 
 def one_token(**settings: Any) -> VllmParams:

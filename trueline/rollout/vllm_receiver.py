@@ -1,5 +1,6 @@
 """The receiving side of weight sync in vLLM's worker processes (an extension of vLLM's worker class)."""
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,11 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import set_current_vllm_config
+from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
@@ -22,8 +26,24 @@ from trueline.runtime.fingerprints import ADAPTERS, Holding, as_numbers
 
 PlainBucket = list[tuple[str, list[int], str]]
 DIRECT = ("GptOssForCausalLM",)
+PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)  # on GPUs they keep weights as they are loaded
 LAYER = re.compile(r"\blayers\.(\d+)\.")
 ADAPTER = 1  # vLLM's number of the only adapter
+Receive = Callable[[transport.Bucket], Tensor]  # returns a bucket's bytes
+
+
+def hash_of_shape(config: ModelConfig, whole: Callable[[ModelConfig], str] = ModelConfig.compute_hash) -> str:
+    """Return vLLM's key of compiled code without the model's folder, so that all models of one shape share it.
+
+    Code depends on config.json and vLLM's settings, not on weights. Only a model with code of its own keeps its folder.
+    """
+    alike = copy.copy(config)
+    if not config.trust_remote_code:
+        alike.model = ""
+    return whole(alike)
+
+
+ModelConfig.compute_hash = hash_of_shape  # type: ignore[assignment, method-assign]
 
 
 class WeightReceiver:
@@ -35,6 +55,7 @@ class WeightReceiver:
     model_config: Any
     model_runner: Any
     channel: transport.Channel
+    in_place: bool | None = None  # vLLM's loaders may write to the weights that it computes with; None: not tried
 
     def join_trainer(self, plain: list[Any], first_rank: int) -> str:
         (host, port), nodes, *rest = plain
@@ -46,38 +67,62 @@ class WeightReceiver:
         return transport.try_join(join)
 
     def receive_weights(self, plain: list[PlainBucket]) -> list[int]:
-        """Receive all buckets, load them in one reload session, and return a fingerprint per bucket.
-
-        vLLM fuses weights and, on CPUs, packs them, so assigning to parameters is not enough. A fused tensor whose
-        parts arrive in two sessions stays stale without an error.
-        """
+        """Receive all buckets, load them, and return a fingerprint per bucket."""
         buckets = specs_of(plain)
         if self.vllm_config.lora_config is not None:
             return self._receive_adapter(buckets)
         return self._reload(buckets, self._receive)
 
     def load_noise(self, plain: list[PlainBucket]) -> None:
-        generator = torch.Generator(self.device).manual_seed(0)
-        self._reload(specs_of(plain), partial(transport.bucket_noise, generator=generator))
+        self._reload(specs_of(plain), self._noise(0))
+
+    def _noise(self, seed: int) -> Receive:
+        return partial(transport.bucket_noise, generator=torch.Generator(self.device).manual_seed(seed))
 
     def _receive(self, bucket: transport.Bucket) -> Tensor:
         buffer = self.channel.receive(bucket).to(self.device)
-        # On GPUs a copy: vLLM keeps the parts of a fused tensor until the last one arrives.
-        return buffer.clone() if self.device.type == "cuda" else buffer
+        # Loading by layers keeps the parts of a fused tensor until the last one arrives; on CPUs they are copies.
+        return buffer if self.in_place or self.device.type == "cpu" else buffer.clone()
 
-    def _reload(self, buckets: list[transport.Bucket], receive: Callable[[transport.Bucket], Tensor]) -> list[int]:
+    def _reload(self, buckets: list[transport.Bucket], receive: Receive) -> list[int]:
         model = self.model_runner.get_model()
-        with set_current_vllm_config(self.vllm_config):
-            if self.device.type == "cpu":
-                forget_packed_experts(model)
-            initialize_layerwise_reload(model)
-            direct = DirectLayers(model)
-            prints = [self._load_bucket(model, bucket, receive(bucket), direct) for bucket in buckets]
-            direct.finish()
-            finalize_layerwise_reload(model, self.model_config)
-            if self.device.type == "cpu" and self.model_config.hf_config.tie_word_embeddings:
-                repack_tied_head(model)
-        return as_numbers(prints)
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            if self.in_place is None:
+                self.in_place = keeps_layout(model, self.device) and self._loads_alike(model, buckets)
+            load = self._load_in_place if self.in_place else self._load_by_layers
+            return as_numbers(load(model, buckets, receive))
+
+    def _loads_alike(self, model: Any, buckets: list[transport.Bucket]) -> bool:
+        """Load noise by layers, then other noise, and the first again in place: tell whether its bits come back."""
+        self._load_by_layers(model, buckets, self._noise(0))
+        expected = fingerprints.holdings(model)
+        self._load_by_layers(model, buckets, self._noise(1))
+        self._load_in_place(model, buckets, self._noise(0))
+        return fingerprints.holdings(model) == expected
+
+    def _load_in_place(self, model: Any, buckets: list[transport.Bucket], receive: Receive) -> list[Tensor]:
+        prints = []
+        for bucket in buckets:
+            buffer = receive(bucket)
+            self.load_tensors(model, list(transport.bucket_views(bucket, buffer)))
+            prints.append(transport.bucket_print(bucket, buffer))
+        return prints
+
+    def _load_by_layers(self, model: Any, buckets: list[transport.Bucket], receive: Receive) -> list[Tensor]:
+        """Load all buckets in one reload session: vLLM may pack or quantize a layer once all of it has arrived.
+
+        A fused tensor whose parts arrive in two sessions stays stale without an error.
+        """
+        if self.device.type == "cpu":
+            forget_packed_experts(model)
+        initialize_layerwise_reload(model)
+        direct = DirectLayers(model)
+        prints = [self._load_bucket(model, bucket, receive(bucket), direct) for bucket in buckets]
+        direct.finish()
+        finalize_layerwise_reload(model, self.model_config)
+        if self.device.type == "cpu" and self.model_config.hf_config.tie_word_embeddings:
+            repack_tied_head(model)
+        return prints
 
     def _load_bucket(self, model: Any, bucket: transport.Bucket, buffer: Tensor, direct: "DirectLayers") -> Tensor:
         for layer, tensors in groupby(transport.bucket_views(bucket, buffer), lambda named: direct.layer_of(named[0])):
@@ -122,6 +167,14 @@ class WeightReceiver:
 
     def scramble_weights(self) -> None:
         fingerprints.scramble(self.model_runner.get_model())
+
+
+def keeps_layout(model: Any, device: torch.device) -> bool:
+    """Tell whether vLLM computes with the weights as they are loaded, and derives nothing else from them."""
+    methods = [one for one in (getattr(layer, "quant_method", None) for layer in model.modules()) if one is not None]
+    own = [layer for layer in model.modules() if "process_weights_after_loading" in dir(layer)]
+    plain = device.type == "cuda" and all(type(one) in PLAIN for one in methods)
+    return (plain or not methods) and all(type(layer) is Attention for layer in own)
 
 
 def specs_of(plain: list[PlainBucket]) -> list[transport.Bucket]:

@@ -16,6 +16,7 @@ from trueline.monitoring.findings import FINE, REFUSED, Finding
 from trueline.monitoring.heartbeat import WORK
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder, default_name
+from trueline.monitoring.timing import START
 from trueline.monitoring.trackers import check_trackers
 from trueline.monitoring.user_files import changed_files, with_absolute_places
 from trueline.monitoring.watch import Watch
@@ -81,6 +82,7 @@ def launch(
         found = held.enter_context(folder.hold_lock()) if resume and not dry_run else []
         with WORK.doing("phase", "plan"):
             job = prepare(config.with_keys({"name": name}), Start(verb, folder, resume))
+        START.end("plan")
         about = "\n".join([job.about, *taken])
         if job.trains:
             check_trackers(job.config.monitoring)
@@ -108,6 +110,7 @@ def launch(
             try:
                 return carry_out(replace(job, reading=None), folder, progress)  # texts are not needed any more
             except RolledBack:
+                START.begin()
                 config = with_lower_rates(config, job.config)
                 with WORK.doing("phase", "plan"):
                     job = prepare(config.with_keys({"name": name}), Start(verb, folder, resume=True))

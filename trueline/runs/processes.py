@@ -22,6 +22,7 @@ from trueline.environments.opening import OpenEnvironment
 from trueline.environments.single_turn import reward_call
 from trueline.models.loading import load_chat
 from trueline.models.ring_attention import Mesh
+from trueline.monitoring.timing import START, describe_parts, part_seconds
 from trueline.plan.resolve import RoleModel, reward_model_name
 from trueline.plan.rewards import RewardCheck
 from trueline.plan.rl import RLPlan
@@ -39,8 +40,9 @@ from trueline.rollout.pool import SILENCE, EnginePool
 from trueline.rollout.session import EpisodeLimits
 from trueline.rollout.summary import EpisodeSummary
 from trueline.runs.rollout_workers import TRAIN, EngineView, GroupWorker, RolloutWorkers, WorkerSampler
+from trueline.runtime import mps
 from trueline.runtime.actors import Actor, LocalActor, RayActor, RayHandle, Target
-from trueline.runtime.cluster import Machine, check_folders, ray_cluster
+from trueline.runtime.cluster import START_SECONDS, Machine, check_folders, ray_cluster
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Layout, Processes
 from trueline.training.group import ModelGroup
@@ -59,7 +61,9 @@ def open_processes(
     with ExitStack() as stack:
         if not local:
             stack.enter_context(ray_cluster(machine, layout.store_bytes))
-        processes = Processes(machine, layout, logs, local)
+        at_once = layout.colocated and not layout.in_turns and machine.mps
+        clients = stack.enter_context(mps.service(logs)) if at_once and not local else {}
+        processes = Processes(machine, layout, logs, local, clients)
         if machine.nodes and not local:
             nodes = [machine.nodes[at] for at in processes.places.nodes()]
             check_folders(nodes, logs.parent, models, saves)
@@ -184,10 +188,12 @@ def open_sampling(
     judges: dict[str, ModelGroup],
     loop: EventLoop,
     note: Callable[[str], None],
+    wait: Callable[[], None],
 ) -> Iterator[Sampling]:
     """Start rollout workers, or what they hold in this process; yield what samples with it, and end it.
 
-    `judges` are the models of the run by the names of their roles, reward models among them.
+    `judges` are the models of the run by the names of their roles, reward models among them. `wait` returns when models
+    and engines are ready; the processes of rollout workers start meanwhile.
     """
     with ExitStack() as stack:
         if plan.rollout.workers:
@@ -195,10 +201,22 @@ def open_sampling(
         else:
             workers = stack.enter_context(open_worker_here(plan, pool, judges, loop, processes.logs))
         stack.callback(lambda: loop.run(workers.stop(), "stopping rollout workers"))
+        wait()
         for remark in loop.run(workers.start(), "starting rollout workers"):
             note(remark)
         asyncio.run_coroutine_threadsafe(workers.watch(plan.config.timeout_seconds / SILENCE), loop.loop)
         yield Sampling(workers, tuple(sorted(plan.chat.stop_ids)), loop)
+
+
+def describe_start(actors: Sequence[Actor[Any]]) -> str:
+    """Describe how long the parts of this start took, of each kind of process for the one that was ready last."""
+    lasted: dict[str, dict[str, float]] = {}
+    for actor in (one for one in actors if isinstance(one, RayActor)):
+        kind, parts = actor.name.rpartition("-")[0], part_seconds(actor.begun, actor.milestones().result(START_SECONDS))
+        lasted[kind] = max(lasted.get(kind, {}), parts, key=lambda one: sum(one.values()))
+    whole = part_seconds(START.begun, START.ends)
+    each = [f"; {kind} {sum(parts.values()):.0f} ({describe_parts(parts)})" for kind, parts in lasted.items()]
+    return f"start      {sum(whole.values()):.0f} s: {describe_parts(whole)}{''.join(each)}"
 
 
 def start_workers(

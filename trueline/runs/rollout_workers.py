@@ -13,7 +13,7 @@ from trueline.rollout.episode import Episodes
 from trueline.rollout.failures import EngineLost, RolloutFailure
 from trueline.rollout.groups import GroupSampler, Numbered, Sampler, SamplerSpec
 from trueline.rollout.pool import MOST_DEATHS, EngineLoss, EnginePool, Load, load_metrics
-from trueline.rollout.summary import Parcels, SampledGroup, pack_group, summarise, transcript
+from trueline.rollout.summary import Parcels, SampledGroup, pack_group, summarise_group, transcript
 from trueline.runtime.actors import Actor, ActorDeath, ActorFailure, NodeLost, RayActor, RayHandle, Result, Stored
 
 TRAIN = "train"  # the purpose of groups whose tokens stay in the object store
@@ -60,7 +60,7 @@ class GroupWorker:
         if spec.purpose != TRAIN:
             return group, {}, {}, {}, []
         texts = [transcript(one, TRAIN) for one in group if one.outcome.is_scored]
-        return [summarise(one) for one in group], *pack_group(group), texts
+        return summarise_group(group), *pack_group(group), texts
 
     async def partial_lengths(self, spec: SamplerSpec, groups: Collection[int]) -> list[int]:
         return await GroupSampler(self.episodes, self.environment, spec).partial_lengths(groups)

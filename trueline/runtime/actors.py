@@ -29,6 +29,7 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from trueline.monitoring.heartbeat import BEAT, WORK, Activity
+from trueline.monitoring.timing import Milestones
 from trueline.runtime.host import ActorHost, AsyncActorHost, Location
 
 CONCURRENT_CALLS = 4096  # of the target's bulk methods
@@ -304,7 +305,7 @@ class RayActor(RayHandle[Object]):
 
     def __init__(self, name: str, target: "Target[Object]", args: Sequence[Any], spot: Placement, log: Path) -> None:
         super().__init__(name, target, None, log, spot.address)
-        self.args, self.placement = args, spot
+        self.args, self.placement, self.begun = args, spot, time.time()
         self.begin()
 
     def begin(self) -> None:
@@ -347,6 +348,10 @@ class RayActor(RayHandle[Object]):
 
     def location(self) -> Pending[Location]:
         return self._pending("location", self.location_ref)
+
+    def milestones(self) -> Pending[Milestones]:
+        """Return the parts of the start of the process."""
+        return self._pending("milestones", self._control(self.handle.milestones).remote())
 
     def stop(self) -> None:
         ray.kill(self.handle)

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trueline.config.base import ConfigError
 from trueline.monitoring.heartbeat import WORK
-from trueline.runtime import REACH
+from trueline.runtime import REACH, mps
 
 START_SECONDS = 120
 PROCESS_GROUPS, CONTROLLERS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
@@ -37,6 +37,7 @@ QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_worker_niceness": "0",  # with Ray's 15, a rank gets 3 % of a busy core
+    "RAY_prestart_worker_first_driver": "0",  # idle processes, one per core; each of ours has an environment of its own
     "DO_NOT_TRACK": "1",
     **REACH,
 }
@@ -63,6 +64,7 @@ class Machine:
     gpu_name: str = ""
     nodes: tuple[Node, ...] = ()  # of a cluster
     store_bytes: int = OBJECT_STORE_BYTES  # Ray's object store: of a cluster, or the largest that can be started here
+    mps: bool = False  # processes that share a GPU can compute on it at the same time; only where there is no cluster
 
     def split(self) -> tuple[Node, ...]:
         """Return the nodes; without a cluster, this machine is the only one."""
@@ -105,6 +107,7 @@ def own_devices() -> Machine:
         gpu_bytes=torch.cuda.get_device_properties(0).total_memory if gpus else 0,
         gpu_name=torch.cuda.get_device_name(0) if gpus else "",
         store_bytes=largest_store(),
+        mps=gpus > 0 and mps.is_installed(),
     )
 
 
@@ -174,14 +177,12 @@ def ray_cluster(machine: Machine, store_bytes: int = OBJECT_STORE_BYTES) -> Iter
 def reserve(bundles: Sequence[dict[str, float]]) -> object:
     """Return a placement group for these bundles, or raise an error that names the missing resources."""
     group = ray.util.placement_group(list(bundles), strategy="PACK")
-    try:
-        ray.get(group.ready(), timeout=START_SECONDS)
-    except GetTimeoutError:
+    if not group.wait(START_SECONDS):  # without a process, which `ready` would start
         wanted = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
         free = {name: ray.available_resources().get(name, 0) for name in wanted}
         ray.util.remove_placement_group(group)
         message = f"the cluster has no room: {wanted} wanted, {free} free; use fewer ranks or engines"
-        raise ConfigError(message) from None
+        raise ConfigError(message)
     return group
 
 

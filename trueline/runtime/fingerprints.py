@@ -34,9 +34,10 @@ def fingerprint(tensor: Tensor) -> Tensor:
     columns = multipliers(0, ROW, tensor.device)
     done = 0
     for piece in tensor.detach().flatten().split(PIECE // tensor.element_size()):
-        unsigned = piece + 0
+        unsigned = piece + 0 if piece.is_floating_point() else piece
         room = -unsigned.numel() % (ROW * 8 // unsigned.element_size())
-        rows = torch.nn.functional.pad(unsigned, (0, room)).view(torch.int64).view(-1, ROW)
+        padded = torch.nn.functional.pad(unsigned, (0, room)) if room else unsigned
+        rows = padded.view(torch.int64).view(-1, ROW)
         total += ((rows * columns).sum(1) * multipliers(done, len(rows), tensor.device)).sum()
         done += len(rows)
     return total
@@ -57,10 +58,9 @@ def salt_print(print_: Tensor, label: str) -> Tensor:
 def bit_sum(tensor: Tensor) -> Tensor:
     """Add bit patterns as integers: the sum does not change if a tensor is fused, split or permuted."""
     pattern = PATTERNS[tensor.element_size()]
-    negative_zero = torch.iinfo(pattern).min
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for bits in tensor.detach().contiguous().view(pattern).flatten().split(PIECE // tensor.element_size()):
-        total += bits.sum(dtype=torch.int64) - negative_zero * (bits == negative_zero).sum()
+    for piece in tensor.detach().flatten().split(PIECE // tensor.element_size()):
+        total += (piece + 0).view(pattern).sum(dtype=torch.int64)  # 0.0 and -0.0 are equal
     return total
 
 

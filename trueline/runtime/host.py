@@ -15,6 +15,7 @@ import psutil
 import ray
 
 from trueline.monitoring.heartbeat import WORK, start_beating
+from trueline.monitoring.timing import START, Milestones
 
 
 class Location(NamedTuple):
@@ -28,13 +29,17 @@ class ActorHost:
         redirect_output(Path(log))
         use_interface(ray.util.get_node_ip_address())
         start_beating(Path(log).parent, Path(log).stem)
+        START.end("process")
         self.making = WORK.begin("call", "", "make")  # unpickling the arguments of `make` imports modules first
 
     def make(self, target: str, args: Sequence[Any]) -> None:
         """Import and build the object; an error ends the process, and callers get the last line of its log."""
         self.target = None
         try:
-            self.target = build(target, args)
+            make = pkgutil.resolve_name(target)
+            START.end("imports")
+            self.target = make(*args)
+            START.end("rest")
             WORK.end(self.making)
         finally:
             if self.target is None:
@@ -45,6 +50,9 @@ class ActorHost:
     def call(self, method: str, *args: Any, **named: Any) -> Any:
         with WORK.doing("call", "", method):
             return methodcaller(method, *args, **named)(self.target)
+
+    def milestones(self) -> Milestones:
+        return START.ends
 
     def location(self) -> Location:
         """Return where this process runs, for those that share its GPUs or kill it."""

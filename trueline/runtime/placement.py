@@ -1,5 +1,6 @@
 """Which process runs where: computed before anything starts, and compared with the devices."""
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,7 @@ class Processes:
     layout: Layout
     logs: Path
     local: bool
+    clients: dict[str, str] = field(default_factory=dict)  # environment of processes that share GPUs by MPS
     locations: list[Location] = field(default_factory=list)
     places: Places = field(init=False)
     group: Any = None  # Ray's placement group of all processes with devices or slots of their own
@@ -215,7 +217,9 @@ class Processes:
 
     def policy(self, target: Target[Object], specs: list[Any]) -> list[Actor[Object]]:
         actors = self._start("policy", target, specs, self.places.policy, shared=False)
-        if self.machine.gpus:
+        if self.machine.gpus == 1 and not self.machine.nodes:  # known before the process runs
+            self.locations = [Location("", [os.environ.get("CUDA_VISIBLE_DEVICES", "0")], 0)]
+        elif self.machine.gpus:
             locations = [actor.location() for actor in actors if isinstance(actor, RayActor)]
             self.locations = wait_all(locations, START_SECONDS)
         return actors
@@ -255,7 +259,7 @@ class Processes:
         working = nodes.count(at) * width
         if not self.layout.in_turns:
             working = self.places.policy.count(at) + self.places.engines.count(at) * self.layout.tensor_parallel
-        return process_environment(target, self.machine, working, self.machine.split()[at].cpus)
+        return process_environment(target, self.machine, working, self.machine.split()[at].cpus) | self.clients
 
     def _own_placement(self, kind: str, number: int, node: int, width: int) -> Placement:
         """Return a placement with devices or slots of its own; on this machine's CPUs processes claim none."""
@@ -272,4 +276,4 @@ class Processes:
             return Placement(node=there.id or None, address=there.address)
         locations = [self.locations[rank % len(self.locations)] for rank in ranks]
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(gpu for location in locations for gpu in location.gpus)}
-        return Placement(node=locations[0].node, environment=devices, address=there.address)
+        return Placement(node=locations[0].node or None, environment=devices, address=there.address)

@@ -78,7 +78,9 @@ def padded_size(nbytes: int) -> int:
 
 def bucket_print(bucket: Bucket, buffer: Tensor) -> Tensor:
     """Return a fingerprint of a bucket's bytes, names, shapes and order."""
-    return salt_print(fingerprint(buffer), " ".join(f"{spec.name} {spec.shape} {spec.dtype}" for spec in bucket))
+    return salt_print(
+        fingerprint(buffer.view(torch.int64)), " ".join(f"{spec.name} {spec.shape} {spec.dtype}" for spec in bucket)
+    )
 
 
 dist: Any = torch.distributed  # its stores and gloo groups have no type stubs

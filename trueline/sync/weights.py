@@ -3,17 +3,18 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from trueline.config.rl import SyncConfig
 from trueline.data.types import Sample
-from trueline.rollout.engine import PROOFS, RolloutEngine
+from trueline.rollout.engine import PROOFS, Received, RolloutEngine
 from trueline.rollout.pool import SILENCE, EnginePool
-from trueline.runtime.actors import AsyncMethod, Given, Result
+from trueline.runtime.actors import AsyncMethod, Given, Pending, Result, wait_all
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.fingerprints import LiveSums, total_sums
 from trueline.runtime.transport import Bucket, Link, SharedMemory, bucket_bytes, plan_buckets
@@ -22,7 +23,7 @@ from trueline.training.group import ModelGroup
 from trueline.training.worker import Worker
 
 Sent = TypeVar("Sent")
-Received = TypeVar("Received")
+Taken = TypeVar("Taken")
 GAP_FACTOR = 4.0  # the gap after an update may be this many times the gap at the start
 MIN_BROADCAST_SECONDS = 30.0  # lower bound of the timeout
 WORDS = {  # what each proof of an engine shows
@@ -59,12 +60,22 @@ class SyncPlan:
         return 0 if self.transport in ("local", "ipc") else max(len(set(self.nodes)) - 1, 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Tokens that the trainer has begun to score."""
+
+    tokens: list[int]
+    where: Tensor  # of tokens[1:], those that count
+    wait: Callable[[], list[Tensor]]
+
+
 class WeightSync:
     """Publish a policy version: pause engines, send weights, prove their arrival, resume, compare log-probs."""
 
     floor = 0.0  # the gap at the start
     remark = ""  # why another transport is used
     is_paused = False  # engines hold an update that is not proven yet
+    scoring: Scoring | None = None  # of the canary, by the trainer with the weights of this update
 
     def __init__(
         self, policy: ModelGroup, pool: EnginePool, loop: EventLoop, config: SyncConfig, canary: Canary, plan: SyncPlan
@@ -111,11 +122,11 @@ class WeightSync:
         return next(filter(None, [*ranks, *engine_processes]), "")
 
     def _both(
-        self, ranks: list[Awaitable[Sent]], engines: list[Awaitable[Received]], what: str
-    ) -> tuple[list[Sent], list[Received]]:
+        self, ranks: list[Awaitable[Sent]], engines: list[Awaitable[Taken]], what: str
+    ) -> tuple[list[Sent], list[Taken]]:
         """Wait for both sides; raise the first failure at once, while its peers still wait for it."""
 
-        async def wait() -> tuple[list[Sent], list[Received]]:
+        async def wait() -> tuple[list[Sent], list[Taken]]:
             sent, received = await asyncio.gather(asyncio.gather(*ranks), asyncio.gather(*engines))
             return list(sent), list(received)
 
@@ -147,10 +158,9 @@ class WeightSync:
             limits += self._attest()
         else:
             self.publish(0)
-        self._resume()
+        self.floor = self._look()
         if not self.has_proof("score"):
             return "; ".join(["verified", *limits]) + self.remark
-        self.floor = self.gap(self.canary.tokens)
         limit = self.canary.tolerance or self.canary.strange
         if not self.floor <= limit:
             raise SyncFailure(
@@ -184,92 +194,114 @@ class WeightSync:
 
     def _bits(self) -> tuple[LiveSums, Sums]:
         """Return the bit sums of the trainer's weights, and of those of every engine process."""
-        dtype = self.plan.dtype
-        base = self.proof is None or not self.plan.adapter_only  # frozen weights are added up once
-        live, held = self._both(
-            [actor.submit(Worker.weight_bits, dtype, base).async_result() for actor in self.policy.actors],
-            [actor.call(RolloutEngine.bit_sums, dtype) for actor in self.pool.actors],
-            "adding up weights",
-        )
-        return total_sums(live), held
+        adding = self._add_up()
+        held = self._engines(RolloutEngine.bit_sums, self.plan.dtype)
+        return total_sums(wait_all(adding, self.policy.timeout_seconds)), held
+
+    def _add_up(self) -> list[Pending[LiveSums]]:
+        """Let every rank begin to add up what it holds itself, whatever is sent; frozen weights are added up once."""
+        base = self.proof is None or not self.plan.adapter_only
+        return [actor.submit(Worker.weight_bits, self.plan.dtype, base) for actor in self.policy.actors]
 
     def limit(self) -> float:
         return self.canary.tolerance or max(self.canary.least, GAP_FACTOR * self.floor)
 
     def publish(self, version: int) -> dict[str, float]:
         """Load the trainer's weights into every engine; engines stay paused until `verify`."""
-        start = time.perf_counter()
-        self._engines(RolloutEngine.pause, self.plan.on_update)
+        start, adding = time.perf_counter(), [] if self.proof is None else self._add_up()
+        filled = self.canary.tokens if self.has_proof("cached_tokens") else []
+        self._engines(RolloutEngine.halt, self.plan.on_update, filled)
         self.is_paused = True
-        if self.has_proof("cached_tokens"):
-            self._engines(RolloutEngine.cached_tokens, self.canary.tokens)  # fills a cache that must be empty later
-        begun = time.perf_counter()
-        if self.transport == "local":
-            self._engines(RolloutEngine.load, self.policy.call(Worker.copy_weights)[0], version)
-        else:
-            self._send(version)
-        sent = time.perf_counter() - begun
+        found = self._load(version) if self.transport == "local" else self._send(version)
         if self.proof is not None:
-            self.proof.check_sum(*self._bits())
-        seconds = time.perf_counter() - start
-        speed = self.bytes / 1e9 / sent
-        wire = self.bytes / 1e9 * self.plan.crossings()
+            live = total_sums(wait_all(adding, self.policy.timeout_seconds))
+            self.proof.check_sum(live, [one.sums for one in found])
+        speed = self.bytes / 1e9 / max(one.seconds for one in found)
+        wire, seconds = self.bytes / 1e9 * self.plan.crossings(), time.perf_counter() - start
         return {"sync/seconds": seconds, "sync/gb_per_second": speed, "sync/wire_gb": wire, "sync/version": version}
 
-    def _resume(self) -> None:
-        """Resume engines, after a check that they emptied their prefix caches."""
-        cached = (
-            self._engines(RolloutEngine.cached_tokens, self.canary.tokens) if self.has_proof("cached_tokens") else []
-        )
-        for engine, tokens in enumerate(cached):
-            if tokens:
-                raise SyncFailure(
-                    f"after the update engine {engine} takes {tokens} tokens of a prompt from its prefix cache, which "
-                    "the old weights filled: it was not emptied"
-                )
-        self._engines(RolloutEngine.resume)
-        self.is_paused = False
+    def _load(self, version: int) -> list[Received]:
+        """Load weights into engines of this process."""
+        begun = time.perf_counter()
+        self._engines(RolloutEngine.load, self.policy.call(Worker.copy_weights)[0], version)
+        seconds = time.perf_counter() - begun
+        nothing: Sums = [[] for _ in self.pool.actors]
+        sums = nothing if self.proof is None else self._engines(RolloutEngine.bit_sums, self.plan.dtype)
+        return [Received([], one, seconds) for one in sums]
 
-    def verify(self) -> dict[str, float]:
-        """Resume engines, which must be fully awake, and compare their log-probs with the trainer's."""
-        if self.is_paused:
-            self._resume()
-        if not self.has_proof("score"):
-            return {}
-        gap = self.gap(self.canary.tokens)
-        if not gap <= self.limit():
-            raise SyncFailure(
-                f"after the update an engine's log-probs differ from the trainer's by {gap:.3g} on average, more than "
-                f"{self.limit():.3g} ({self.floor:.3g} at the start; sync.tolerance): it does not compute with the "
-                "weights that were sent"
-            )
-        return {"sync/canary_gap": gap, "sync/canary_floor": self.floor}
-
-    def _send(self, version: int) -> None:
+    def _send(self, version: int) -> list[Received]:
+        """Send weights to all engines, which add up what they hold then; refuse other bytes than were sent."""
+        given = (self.buckets, version, self.plan.dtype if self.proof is not None else "")
+        sending = [actor.submit(Worker.send_weights, self.buckets) for actor in self.policy.actors]
+        if self.has_proof("score"):  # every rank does that next, while engines still load
+            self.scoring = self._begin_score(self.canary.tokens)
         sent, received = self._both(
-            [actor.submit(Worker.send_weights, self.buckets).async_result() for actor in self.policy.actors],
-            [actor.call(RolloutEngine.receive, self.buckets, version) for actor in self.pool.actors],
+            [one.async_result() for one in sending],
+            [actor.call(RolloutEngine.take, *given) for actor in self.pool.actors],
             "sending weights to the engines",
         )
-        for engine, processes in enumerate(received):
-            for process, prints in enumerate(processes):
+        for engine, found in enumerate(received):
+            for process, prints in enumerate(found.prints):
                 if wrong := [at for at, (one, other) in enumerate(zip(prints, sent[0], strict=True)) if one != other]:
                     names = [spec.name for spec in self.buckets[wrong[0]]]
                     raise SyncFailure(
                         f"process {process} of engine {engine} received other weights than the trainer's (among "
                         f"{names[0]} to {names[-1]})"
                     )
+        return received
+
+    def verify(self) -> dict[str, float]:
+        """Check and resume engines, which must be fully awake, and compare their log-probs with the trainer's."""
+        gap = self._look()
+        if not gap <= self.limit():
+            raise SyncFailure(
+                f"after the update an engine's log-probs differ from the trainer's by {gap:.3g} on average, more than "
+                f"{self.limit():.3g} ({self.floor:.3g} at the start; sync.tolerance): it does not compute with the "
+                "weights that were sent"
+            )
+        return {"sync/canary_gap": gap, "sync/canary_floor": self.floor} if self.has_proof("score") else {}
+
+    def _look(self) -> float:
+        """Check that paused engines emptied their prefix caches, resume them, and return the gap on the canary."""
+        tokens, cached, gap = self.canary.tokens, self.is_paused and self.has_proof("cached_tokens"), 0.0
+        taken: list[int] = []
+        if self.has_proof("score"):
+            scoring, self.scoring = self.scoring or self._begin_score(tokens), None
+            taken, gap = self._compare(scoring, cached=cached)
+        elif cached:
+            taken = self._engines(RolloutEngine.cached_tokens, tokens)
+        if any(taken):
+            engine = next(at for at, count in enumerate(taken) if count)
+            raise SyncFailure(
+                f"after the update engine {engine} takes {taken[engine]} tokens of a prompt from its prefix cache, "
+                "which the old weights filled: it was not emptied"
+            )
+        if self.is_paused:
+            self._engines(RolloutEngine.resume)
+            self.is_paused = False
+        return gap
 
     def gap(self, tokens: list[int], counted: list[bool] | None = None) -> float:
         """Return the largest gap of an engine: the mean absolute difference of its log-probs and the trainer's.
 
         The mean is over the `counted` tokens, or over all but the first.
         """
+        return self._compare(self._begin_score(tokens, counted))[1]
+
+    def _begin_score(self, tokens: list[int], counted: list[bool] | None = None) -> Scoring:
         mask = torch.arange(len(tokens)) > 0
         sample = Sample(torch.tensor(tokens), mask if counted is None else mask & torch.tensor(counted))
-        ours, where = self.policy.score([sample], temperature=1.0)[0][1:], sample.mask[1:]
-        theirs = [torch.tensor(scores) for scores in self._engines(RolloutEngine.score, tokens)]
-        return torch.stack([(ours - scores)[where].abs().mean() for scores in theirs]).max().item()  # NaN too
+        work = asyncio.to_thread(self.policy.score, [sample], temperature=1.0)
+        return Scoring(tokens, sample.mask[1:], self.loop.begin(work, "scoring by the trainer"))
+
+    def _compare(self, scoring: Scoring, *, cached: bool = False) -> tuple[list[int], float]:
+        """Return how many tokens each engine takes from its cache, if that is `cached`, and the largest gap."""
+        if self.transport == "local":
+            scoring.wait()  # models of one process share the state of a forward pass
+        shown = self._engines(RolloutEngine.show, scoring.tokens, cached)
+        ours = scoring.wait()[0][1:]
+        gaps = [(ours - torch.tensor(scores))[scoring.where].abs().mean() for _, scores in shown]
+        return [taken for taken, _ in shown], torch.stack(gaps).max().item()  # NaN too
 
     def _engines(
         self, method: AsyncMethod[RolloutEngine, Given, Result], *args: Given.args, **named: Given.kwargs

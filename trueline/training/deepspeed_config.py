@@ -1,5 +1,8 @@
 """The configuration of DeepSpeed."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +18,17 @@ GATHERED, LEAST, MOST = 1 / 64, 2**20, 2**26
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
 # ZeRO 3 gathers and frees weights all the time, which would fragment the heap.
 GATHERING_ON_CPU = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "THP_MEM_ALLOC_ENABLE": "1"}
+
+
+@contextmanager
+def without_mlflow() -> Iterator[None]:
+    """Hide MLflow while DeepSpeed is imported: its tuner would import it, for seconds and to no use."""
+    sys.modules.setdefault("mlflow", None)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        if sys.modules["mlflow"] is None:
+            del sys.modules["mlflow"]
 
 
 def deepspeed_config(

@@ -7,12 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
-from deepspeed.runtime.zero.partition_parameters import GatheredParameters, is_zero_param
-from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from trueline.config.base import ConfigError
@@ -20,10 +16,16 @@ from trueline.config.model import TrainingConfig
 from trueline.models.loading import DTYPES, ShareOut, shape_of
 from trueline.models.scorer import Scorer, hf_name
 from trueline.training import optimizer as optimizers
-from trueline.training.deepspeed_config import at_once, deepspeed_config, effective_stage
+from trueline.training.deepspeed_config import at_once, deepspeed_config, effective_stage, without_mlflow
 from trueline.training.engines import Chosen, TensorState, TrainEngine
 from trueline.training.shards import Region, Shard, cut_region, whole_region
 from trueline.training.worker import WorkerSpec
+
+with without_mlflow():
+    import deepspeed
+    from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters, is_zero_param
+    from deepspeed.utils import groups
 
 # Transformers' names for ways to split a layer, as AutoTP's settings. The head and the embeddings stay whole.
 STYLES: dict[str, dict[str, Any]] = {
@@ -104,6 +106,14 @@ class DeepSpeedEngine(TrainEngine):
         self.module.set_gradient_accumulation_boundary(last)
         self.module.backward(loss * self.replicas)
 
+    def scale_gradients(self, factor: float) -> None:
+        if not self.plain:
+            self.optimizer.loss_scale = 1 / factor  # by which ZeRO divides, wherever its gradients are
+            return
+        for parameter in self.trained.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
     def step_if_finite(self) -> float:
         if self.plain:  # DeepSpeed neither computes the norm nor checks it
             norm = float(self.cuts.norm({name: parameter.grad for name, parameter in self.trained.items()}))
@@ -113,6 +123,7 @@ class DeepSpeedEngine(TrainEngine):
                 self.module.zero_grad()
             return norm
         self.module.step()  # ZeRO changes nothing if the norm over all ranks is not finite
+        self.optimizer.loss_scale = 1.0
         if not self.optimizer.overflow:
             return float(self.module.get_global_grad_norm())
         # With an offloaded optimizer, DeepSpeed 0.19 would add the next step's gradients to these.

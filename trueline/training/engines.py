@@ -32,7 +32,8 @@ class TrainEngine(Protocol):
 
     def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput:
         experts = batch.experts if is_filled(batch, "experts") else None
-        fields = self.module(batch.tokens, batch.mask_on_host(), batch.lengths, temperature, entropy, experts)
+        given = batch.tokens, batch.mask_on_host(), batch.lengths, temperature, entropy, experts, batch.repeats
+        fields = self.module(*given)
         output = ModelOutput()
         for name, tensor in fields.items():
             setattr(output, name, tensor)
@@ -40,6 +41,9 @@ class TrainEngine(Protocol):
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Accumulate the gradient of the sum over all ranks; `last` marks a step's last micro-batch."""
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply what was accumulated since the last step."""
 
     def step(self) -> dict[str, float]:
         """Return grad_norm, learning_rate, and skipped=1 if the gradient was not finite and nothing changed."""

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from trueline.algorithms.importance_sampling import EXCESS, VARIANCE
 from trueline.algorithms.losses import LOSSES
-from trueline.config.model import RanksConfig, TrainingConfig, reads_experts
+from trueline.config.model import WORTHWHILE, RanksConfig, TrainingConfig, reads_experts, sharing_obstacle
 from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, SampleReader, plan_micro_batches
 from trueline.data.types import Sample, pack_samples
 from trueline.models.ring_attention import Mesh
+from trueline.monitoring.findings import WATCH, Finding
 from trueline.monitoring.heartbeat import WORK
 from trueline.runtime.actors import (
     Actor,
@@ -32,8 +33,13 @@ from trueline.runtime.actors import (
 )
 from trueline.training.checkpoints import PollSave, SaveResult
 from trueline.training.report import AGREED, REPORTED, LossSettings, Metrics, Report
-from trueline.training.samples import Arrays, SampleBlock, Samples, StoredSamples, lengths_of
+from trueline.training.samples import Arrays, SampleBlock, Samples, StoredSamples, families_of, lengths_of
 from trueline.training.worker import Worker
+
+
+class GradientsLost(RuntimeError):
+    """Memory ran out, so the gradients of earlier parts of the step are discarded, too."""
+
 
 TOTALS = ("loss", "router_loss", AGREED, REPORTED, EXCESS, VARIANCE)  # sums of a report that are no means of tokens
 Actors = Sequence[Actor[Worker]]
@@ -50,6 +56,12 @@ class ModelGroup:
         self.balanced = isinstance(config, TrainingConfig) and config.router_aux_loss_coef > 0
         self.budget = Budget(config.tokens_per_pass() * self.mesh.ring, config.micro_batch_samples, config.packing)
         self.halved = 0  # times that passes were halved because memory ran out
+        self.sharing = not sharing_obstacle(config, self.mesh.ring) and config.share_prefixes
+        self.proven, self.proving = False, threading.Lock()  # that sharing prefixes changes nothing
+        self.report: Callable[[Finding], None] = lambda finding: None
+        self.earlier: list[Report] = []  # of parts of the next step
+        self.counted: list[tuple[float, int]] = []  # tokens of those parts: not computed again, and all
+        self.gradient = np.zeros(0, np.float32)  # some numbers of the last one, if they were wanted
 
     def start(self) -> None:
         start_groups([self])
@@ -84,14 +96,15 @@ class ModelGroup:
     def update(self, samples: Samples, loss: str, settings: LossSettings, *, samples_per_row: int = 1) -> Metrics:
         """Make one optimizer step on the whole minibatch; once in a run, halve the passes if memory runs out.
 
-        The log-probs and entropies that it computes of samples by reference become fields of theirs.
+        The log-probs and entropies that it computes of samples by reference become fields of theirs. Parts of the
+        minibatch may be passed one by one: all but the last with `settings.then` = "more".
         """
         plan = self.plan(samples, samples_per_row)
         counted = self._with_expert_counts(samples, plan, settings)
         kept: list[Stored[Arrays]] = []
         if isinstance(samples, StoredSamples):
-            found = self._keep(Worker.update_kept, samples, plan, loss, counted)
-            reports, kept = [report for report, _ in found], [arrays for _, arrays in found]
+            both = self._keep(Worker.update_kept, samples, plan, loss, counted)
+            reports, kept = [report for report, _ in both], [arrays for _, arrays in both]
         else:
             reports = self._submit(Worker.update, samples, plan, loss, counted)
         if error := reports[0].out_of_memory:
@@ -103,11 +116,23 @@ class ModelGroup:
             if self.halved or self.budget == whole:
                 raise ActorFailure(f"{self.name}: out of memory in passes of up to {whole.tokens} tokens: {error}")
             self.halved += 1
+            if self.earlier or settings.then == "more":
+                self.earlier, self.counted = [], []
+                raise GradientsLost
             return self.update(samples, loss, settings, samples_per_row=samples_per_row)
         if isinstance(samples, StoredSamples) and (names := settings.kept_fields()):
             for block in self._blocks(samples, plan, names, kept):
                 samples.add(block)
-        return reduce_reports(reports) | ({"memory/halved": float(self.halved)} if self.halved else {})
+        self.counted.append((plan.saved * (tokens := sum(lengths_of(samples))), tokens))
+        if settings.then == "more":
+            self.earlier += reports
+            return {}
+        self.gradient, all_reports, self.earlier = reports[0].gradient, [*reports, *self.earlier], []
+        (saved, whole), self.counted = np.sum(self.counted, axis=0), []
+        if settings.then == "discard":
+            return {}
+        known = {"memory/halved": float(self.halved), "speed/shared_prefixes": float(saved / whole)}
+        return reduce_reports(all_reports, settings.scale) | {name: value for name, value in known.items() if value}
 
     def accumulate(self, samples: Samples, loss: str, settings: LossSettings) -> Metrics:
         """Accumulate the gradients of `update` without its step."""
@@ -163,12 +188,13 @@ class ModelGroup:
         if isinstance(samples, StoredSamples):
             # A pass of fillers takes the types of its fields from the first sample.
             places = [{max(at, 0) for micro_batch in passes for at in micro_batch} for passes in plan]
-            readers = [samples.for_rank(some, experts=self.reads_experts) for some in places]
+            given = {"experts": self.reads_experts, "shares": plan.saved > 0}
+            readers = [samples.for_rank(some, **given) for some in places]
             if not isinstance(self.actors[0], LocalActor):
                 for block in (block for one in readers for block in one.fields.blocks):
                     block.arrays.share()
             return [*readers]
-        packed = pack_samples(list(samples), experts=self.reads_experts)
+        packed = pack_samples(list(samples), experts=self.reads_experts, shares=plan.saved > 0)
         return [packed if isinstance(self.actors[0], LocalActor) else share(packed)] * len(plan)
 
     def _on_ranks(self, plan: Plan, submit: Callable[[Actor[Worker], int], Pending[Result]]) -> list[Result]:
@@ -185,7 +211,29 @@ class ModelGroup:
         return [SampleBlock(names, tuple(samples.numbers[at] for at in places), arrays) for places, arrays in pairs]
 
     def plan(self, samples: Samples, samples_per_row: int = 1) -> Plan:
-        return plan_micro_batches(lengths_of(samples), self.mesh.data, self.budget, samples_per_row)
+        """Divide samples into passes, with common prefixes computed once if that is worthwhile and exact."""
+        make = partial(plan_micro_batches, lengths_of(samples), self.mesh.data, self.budget, samples_per_row)
+        if self.sharing:
+            plan = make(families_of(samples))
+            enough = WORTHWHILE if self.sharing == "auto" else 0.0
+            if plan.saved and plan.saved >= enough and self._shares_exactly(samples, plan):
+                return plan
+        return make()
+
+    def _shares_exactly(self, samples: Samples, plan: Plan) -> bool:
+        """Let every rank compare some sequences with and without sharing, once; turn it off if they differ."""
+        with self.proving:
+            if not self.proven:
+                found = self._submit(Worker.compare_sharing, samples, plan)
+                gap, limit = next((one for one in found if not one[0] < one[1]), (0.0, 0.0))
+                self.proven, self.sharing = True, not limit and self.sharing
+                if limit:
+                    what = (
+                        f"{self.name}: sequences whose common prefix is computed once differ from those computed whole "
+                        f"by {gap:.2g} on average (rounding: up to {limit:.2g}), so this run computes all of them whole"
+                    )
+                    self.report(Finding(WATCH, "prefixes_differ", what, "set share_prefixes=false", "share_prefixes"))
+        return bool(self.sharing)
 
     def stop(self) -> None:
         for actor in self.actors:
@@ -240,11 +288,13 @@ def start_groups(groups: Sequence[ModelGroup]) -> None:
     wait_all([actor.submit(Worker.start, address) for group, address in pairs for actor in group.actors], seconds)
 
 
-def reduce_reports(reports: list[Report]) -> Metrics:
-    """Reduce the ranks' reports: means are weighted like the loss, and totals are summed."""
-    sums = {name: sum(report.sums.get(name, 0.0) for report in reports) for name in reports[0].sums}
+def reduce_reports(reports: list[Report], scale: float = 1.0) -> Metrics:
+    """Reduce the ranks' reports: means are weighted like the loss, and totals are summed; `scale` is the loss's."""
+    names = dict.fromkeys(name for report in reports for name in report.sums)
+    sums = {name: sum(report.sums.get(name, 0.0) for report in reports) for name in names}
     weight = sums.pop("weight")
     totals = {name: sums.pop(name) for name in list(sums) if name in TOTALS}
+    totals["loss"] *= scale
     means = {name: value / weight for name, value in sums.items()}
     agreed, reported = totals.pop(AGREED, 0.0), totals.pop(REPORTED, 0.0)
     if reported:

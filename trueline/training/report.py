@@ -2,7 +2,7 @@
 
 import resource
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from trueline.data.types import Batch, LossOutput
 
 Metrics = dict[str, float]
+Then = Literal["step", "more", "discard"]  # what follows the passes: a step, more passes before it, or neither
 AGREED, REPORTED = "agreed", "reported"  # experts that trainer and engine both chose, and all that the engine returned
 
 
@@ -23,6 +24,9 @@ class LossSettings:
     entropies: bool = False  # return the entropy of each token
     draws: bool = False  # test whether the samples come from these weights
     expert_counts: list[float] = field(default_factory=list)  # [E] of the whole minibatch, to balance routers
+    then: Then = "step"
+    scale: float = 1.0  # of all gradients since the last step
+    gradients: int = 0  # report so many numbers of each tensor's gradient
 
     def kept_fields(self) -> tuple[str, ...]:
         """Return the fields of samples that an update computes."""
@@ -69,6 +73,7 @@ class Report:
     step: dict[str, float]
     logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # in plan order
     entropies: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # in plan order
+    gradient: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # some numbers of it
     out_of_memory: str = ""  # the error; the report is empty, no step was made, and gradients are discarded
 
 

@@ -8,7 +8,8 @@ import numpy as np
 from trueline.algorithms.advantages import needs
 from trueline.config.model import reads_experts
 from trueline.config.rl import ResolvedRollout, RLConfig
-from trueline.data.types import TOKEN_FIELDS, Sample
+from trueline.data.batching import find_families
+from trueline.data.types import TOKEN_FIELDS, Kin, Sample
 from trueline.models.loading import ModelFacts
 from trueline.runtime.actors import Stored
 
@@ -34,6 +35,7 @@ class SampleNumbers:
     filtered: bool = False  # not in the loss
     label: float = 0.0
     weight: float = 0.0
+    kin: Kin = Kin()  # its family is a number within the group
 
     def sampled_tokens(self) -> int:
         return self.sampled
@@ -115,7 +117,7 @@ class StoredSamples:
         chosen = list(places)
         return StoredSamples([self.numbers[at] for at in chosen], [self.rows[at] for at in chosen], self.fields)
 
-    def for_rank(self, places: Iterable[int], *, experts: bool) -> "RankSamples":
+    def for_rank(self, places: Iterable[int], *, experts: bool, shares: bool = False) -> "RankSamples":
         """Return what a rank needs to read the samples at these places."""
         names = [name for name in TOKEN_FIELDS if experts or name != "experts"]
         return RankSamples(
@@ -124,6 +126,7 @@ class StoredSamples:
             np.array([row.weight for row in self.rows]),
             np.array([row.label for row in self.rows]),
             self.fields.only({self.numbers[at] for at in places}, names),
+            shares,
         )
 
 
@@ -136,6 +139,7 @@ class RankSamples:
     weights: np.ndarray  # [B]
     labels: np.ndarray  # [B]
     fields: Fields
+    shares_prefixes: bool = False
 
     def names(self) -> list[str]:
         """Return the fields that losses read."""
@@ -152,6 +156,16 @@ Samples = Sequence[Sample] | StoredSamples
 def lengths_of(samples: Samples) -> list[int]:
     rows = samples.rows if isinstance(samples, StoredSamples) else samples
     return [row.length if isinstance(row, SampleNumbers) else row.length() for row in rows]
+
+
+def families_of(samples: Samples) -> list[Kin]:
+    """Return which samples begin alike; of those by reference, the rollout worker has compared a group's."""
+    if isinstance(samples, StoredSamples):
+        numbers: dict[tuple[int, int], int] = {}
+        keys = [(row.group, row.kin.family) for row in samples.rows]
+        families = [numbers.setdefault(key, len(numbers)) for key in keys]
+        return [Kin(family, row.kin.prefix) for family, row in zip(families, samples.rows, strict=True)]
+    return find_families([sample.tokens.numpy() for sample in samples])
 
 
 def sampled_token_bytes(config: RLConfig, facts: ModelFacts) -> int:

@@ -35,6 +35,11 @@ class TorchEngine(TrainEngine):
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()
 
+    def scale_gradients(self, factor: float) -> None:
+        for parameter in self.trained.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
     def step_if_finite(self) -> float:
         assert isinstance(self.config, TrainingConfig)
         norm = float(nn.utils.clip_grad_norm_(self.trained.values(), self.config.max_grad_norm or math.inf))

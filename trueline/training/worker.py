@@ -27,9 +27,10 @@ from trueline.models.loading import DTYPES, ShareOut, load_model, load_tokenizer
 from trueline.models.lora import adapters_off, add_lora
 from trueline.models.ring_attention import Mesh
 from trueline.models.routing import KEY, Replay
-from trueline.models.scorer import Probe, Scorer
+from trueline.models.scorer import Probe, Scorer, sharing_gap
 from trueline.models.weight_names import WeightNames
 from trueline.monitoring.heartbeat import WORK
+from trueline.monitoring.timing import START
 from trueline.runtime import transport
 from trueline.runtime.actors import Target
 from trueline.runtime.fingerprints import LiveSums, as_numbers, bit_sum
@@ -44,6 +45,8 @@ from trueline.training.outgoing import Outgoing
 from trueline.training.report import LossSettings, Report
 from trueline.training.samples import Arrays
 
+COMPARED = 3  # sequences that begin like another one
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
@@ -57,6 +60,7 @@ class WorkerSpec:
     head: str = "language"  # or "reward", "steps", "value"
     distillation_target: Callable[[Any, torch.dtype, bool], Any] | None = None  # loads what its head learns
     chat_template: str | None = None  # saved with the model; None: the tokenizer's own
+    memory_share: float = 1.0  # of its GPU, cached memory included, where engines work at the same time
 
     def mesh(self) -> Mesh:
         return Mesh(self.world, self.model.context_parallel, self.model.tensor_parallel)
@@ -82,11 +86,14 @@ class Worker:
         """Join the other ranks, load the model, and check that it computes as expected."""
         spec, row = self.spec, TRAIN_ENGINES[self.spec.ranks.engine]
         torch.manual_seed(spec.seed)
+        if spec.memory_share < 1 and torch.cuda.is_available():
+            torch.cuda.set_per_process_memory_fraction(spec.memory_share)  # its cache would grow into the engine's room
         if row.several_ranks and not dist.is_initialized():  # a process joins once
             store = self.rendezvous.store(address, spec.world, spec.timeout_seconds)
             timeout = datetime.timedelta(seconds=spec.timeout_seconds)
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world, timeout=timeout)
+        START.end("meeting")
         # AutoTP splits whole layers, so such a model is sharded after it is read.
         is_sharded = row.stage(spec.ranks, spec.model.dtype) == 3 and spec.model.tensor_parallel == 1
         share_out: ShareOut | None = build(row.share_out, [spec]) if is_sharded else None
@@ -104,7 +111,9 @@ class Worker:
         speaks = spec.head == "language" and spec.distillation_target is None
         probe = Probe(self.model, self.device, packing, speaks and is_whole)
         self.scorer = self._make_scorer()
+        START.end("weights")
         self.engine = build(row.path, [self.scorer, spec, self.device])
+        START.end("engine")
         self.names.restore_buffers()
         self.release()  # before lasting small tensors settle in memory that was needed only to start
         self.outgoing = Outgoing(self.engine, self.names, config.lora, spec.rank)
@@ -114,6 +123,7 @@ class Worker:
             with self.scorer.plainly():  # layers are gathered one by one, or stay split
                 probe.expect(lambda tokens: self._forward(tokens, [len(tokens)]))
         probe.compare(self._forward, self.model.get_input_embeddings())
+        START.end("check")
 
     def _fits(self) -> bool:
         """Tell whether the whole model fits on the device, before tensor parallelism splits it."""
@@ -158,6 +168,15 @@ class Worker:
                 WORK.move()
         return torch.cat(rows).cpu().numpy() if rows else np.zeros(0, dtype=np.float32)
 
+    def compare_sharing(self, packed: SampleReader, passes: list[MicroBatch]) -> tuple[float, float]:
+        """Return how far computing a common prefix once moves the outputs of some sequences, and how far it may."""
+        with self.eval_mode():
+            repeats = collate(packed, passes[0], self.device, experts=False).repeats[:COMPARED]
+            some = sorted({at for repeat in repeats for at in (repeat.at, repeat.of)}) or [0]
+            batch = collate(packed, [passes[0][at] for at in some], self.device, experts=False)
+            outputs = partial(self.engine.forward, temperature=1.0, entropy=False)
+            return sharing_gap(batch, lambda one: only_output(outputs(one)), self.model.get_input_embeddings())
+
     def score_kept(
         self, packed: SampleReader, passes: list[MicroBatch], field: str, temperature: float, reference: bool = False
     ) -> tuple[None, Arrays]:
@@ -175,7 +194,7 @@ class Worker:
             self.scorer.train()
 
     def update(self, packed: SampleReader, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
-        """Make one optimizer step on this rank's share of a minibatch, or none if memory runs out."""
+        """Train on this rank's share of a minibatch, and make an optimizer step unless memory runs out."""
         problem = None
         try:
             report = self.accumulate(packed, passes, loss, settings)
@@ -188,6 +207,13 @@ class Worker:
                 raise torch.OutOfMemoryError(problem)
             self.release()
             return Report({}, {}, {}, out_of_memory=problem)
+        if settings.gradients:
+            report.gradient = settings.scale * spread_sample(self.engine.gradients(), settings.gradients)
+        if settings.then == "discard" and not self.engine.discard():
+            raise RuntimeError("this engine cannot discard gradients")
+        if settings.then != "step":
+            return report
+        self.engine.scale_gradients(settings.scale)
         with WORK.doing("part", "optimizer step"):
             report.step = self.engine.step() | reports.memory_metrics(self.device)
         return report
@@ -223,7 +249,7 @@ class Worker:
                 total = total + self.router_coefficient * more["router_loss"]
             # A loss that is not finite may have a finite gradient; no rank may step on it.
             total = total * torch.where(total.detach().isfinite(), 1.0, math.nan)
-            self.engine.backward(total, last=number == len(passes))
+            self.engine.backward(total, last=number == len(passes) and settings.then != "more")
             WORK.move()
         report = sums.report()
         report.logprobs = torch.cat(logprobs).cpu().numpy() if logprobs else report.logprobs
@@ -389,11 +415,16 @@ class Worker:
 
     def weight_sample(self, most: int) -> np.ndarray:
         """Return up to `most` evenly spread numbers of each trained tensor, to measure how far training moves them."""
-        flats = (tensor.detach().flatten() for _, tensor in self.engine.masters())
-        return torch.cat([flat[:: math.ceil(len(flat) / most)].clone().float().cpu() for flat in flats]).numpy()
+        return spread_sample(self.engine.masters(), most)
 
     def gradients(self) -> dict[str, np.ndarray]:
         return {name: tensor.detach().cpu().float().numpy().copy() for name, tensor in self.engine.gradients()}
+
+
+def spread_sample(tensors: Iterator[tuple[str, Tensor]], most: int) -> np.ndarray:
+    """Return up to `most` evenly spread numbers of each tensor."""
+    flats = (tensor.detach().flatten() for _, tensor in tensors)
+    return torch.cat([flat[:: math.ceil(len(flat) / most)].clone().float().cpu() for flat in flats]).numpy()
 
 
 def worker_target(ranks: RanksConfig) -> Target[Worker]:

@@ -17,6 +17,14 @@ REFUSED = [  # overrides, and the parts of the message in their order
     ("training.offload=all training.zero_stage=2", ["training.offload=all", "training.zero_stage=3 (got 2)"]),
     ("training.offload=optimizer training.zero_stage=0", ["offload=optimizer", "zero_stage=1 or more (got 0)"]),
     ("model.lora.quantize=true", ["model.lora.quantize=true", "model.lora.rank to 1 or more (got 0)"]),
+    (
+        "training.share_prefixes=true training.packing=false",
+        ["training.share_prefixes=true: training.packing=false pads sequences; set training.share_prefixes=auto"],
+    ),
+    (
+        "training.share_prefixes=true model.context_parallel=2",
+        ["training.share_prefixes=true: context_parallel=2 divides sequences"],
+    ),
     ("model.lora.rank=4 model.tensor_parallel=2", ["model.lora.rank=4", "model.tensor_parallel=1 (got 2)"]),
     (
         "model.lora.rank=4 model.lora.quantize=true training.zero_stage=3",

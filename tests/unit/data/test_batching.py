@@ -1,11 +1,23 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 
-from trueline.data.batching import FILLER, FILLER_TOKENS, Budget, MicroBatch, Plan, collate, plan_micro_batches
-from trueline.data.types import Batch, Sample, pack_samples
+from trueline.data.batching import (
+    FILLER,
+    FILLER_TOKENS,
+    SHORTEST_PREFIX,
+    Budget,
+    MicroBatch,
+    Plan,
+    collate,
+    find_families,
+    find_repeats,
+    plan_micro_batches,
+)
+from trueline.data.types import Batch, Kin, Repeat, Sample, pack_samples
 
 CPU = torch.device("cpu")
 
@@ -208,3 +220,137 @@ def test_a_collated_batch_shares_no_memory_with_the_samples() -> None:
 def test_fields_that_were_not_filled_stay_unfilled() -> None:
     with pytest.raises(AttributeError, match="old_logprobs"):
         _ = collated([0]).old_logprobs
+
+
+Sequence = np.ndarray
+
+
+def family(prompt: int, answers: list[int], seed: int = 0) -> list[Sequence]:
+    """Sequences that have a prompt of so many tokens in common, and differ right behind it."""
+    generator = np.random.default_rng(seed)
+    shared = generator.integers(3, 1000, prompt)
+    firsts = range(1000, 1000 + len(answers))
+    return [
+        np.concatenate([shared, [first], generator.integers(3, 1000, answer - 1)])
+        for first, answer in zip(firsts, answers, strict=True)
+    ]
+
+
+def computed(sequences: list[Sequence]) -> int:
+    """Tokens of a pass that repeat no other sequence."""
+    return sum(map(len, sequences)) - sum(repeat.tokens for repeat in find_repeats(sequences))
+
+
+def test_sequences_repeat_the_one_that_they_are_most_alike() -> None:
+    one, two, other = *family(40, [5, 9]), *family(50, [3], seed=1)
+    longer, short = np.concatenate([one, [7, 8]]), one[: SHORTEST_PREFIX - 1]
+    assert find_repeats([two, other, one]) == [Repeat(0, 2, 40)]
+    assert set(find_repeats([two, one, longer])) == {Repeat(2, 1, 45), Repeat(0, 2, 40)}
+    assert find_repeats([one, short]) == find_repeats([one[:36], other]) == find_repeats([one]) == []
+
+
+def test_a_sequence_keeps_a_token_of_its_own() -> None:
+    (one,) = family(40, [5])
+    assert find_repeats([one, one.copy()]) == [Repeat(1, 0, 44)]
+    assert find_repeats([one, one[:40]]) == [Repeat(0, 1, 40)]
+
+
+def test_families_begin_alike() -> None:
+    """A sequence with half of the prompt joins its family; one with less is none of it."""
+    siblings, stranger = family(100, [5, 6, 7]), family(60, [4], seed=2)
+    half, less = (np.concatenate([siblings[0][:count], [2000] * 9]) for count in (60, 40))
+    kin = find_families([*siblings, *stranger])
+    assert kin == [Kin(1, 100), Kin(1, 106), Kin(1, 100), Kin(3, 64)]
+    assert len({one.family for one in find_families([*siblings, half])}) == 1
+    assert [one.family for one in find_families([*siblings, less])] == [1, 1, 1, 3]
+
+
+def test_the_sample_that_shares_the_most_comes_first() -> None:
+    """Otherwise a pass would count tokens of all that follow which it does not compute."""
+    siblings = family(100, [5, 6, 7])
+    sequences = [np.concatenate([siblings[0][:60], [2, 2, 2]]), *siblings]
+    (passes,) = plan = plan_micro_batches([len(one) for one in sequences], 1, Budget(400), kin=find_families(sequences))
+    assert plan.saved == pytest.approx(1 - computed(sequences) / sum(map(len, sequences)))
+    assert passes[0][-1] == 0
+
+
+def groups(seed: int, count: int, size: int) -> list[Sequence]:
+    generator = random.Random(seed)
+    made = [
+        family(generator.randint(10, 200), [generator.randint(1, 60) for _ in range(size)], seed=100 * seed + number)
+        for number in range(count)
+    ]
+    mixed = [sequence for one in made for sequence in one]
+    branches = [np.concatenate([one[: len(one) * 2 // 3], [5000] * 7]) for one in mixed[::5]]
+    mixed += [*branches, mixed[0].copy(), mixed[0][:-1].copy()]
+    generator.shuffle(mixed)
+    return mixed
+
+
+SHARED_CASES = [
+    (groups(number, count, size), ranks, Budget(tokens, samples))
+    for number, (count, size) in enumerate([(1, 1), (1, 9), (3, 8), (10, 4), (2, 40), (25, 2)])
+    for ranks in (1, 2, 3, 8)
+    for tokens, samples in [(270, None), (1000, None), (1000, 5), (20_000, None)]
+]
+
+
+def test_a_plan_with_common_prefixes_keeps_its_promises() -> None:
+    """The budget is one of tokens that are computed, and there are no more passes than without sharing."""
+    for sequences, ranks, budget in SHARED_CASES:
+        lengths = [len(one) for one in sequences]
+        plan = plan_micro_batches(lengths, ranks, budget, kin=find_families(sequences))
+        whole = plan_micro_batches(lengths, ranks, budget)
+        assert sorted(placed(plan)) == list(range(len(sequences)))
+        assert len({len(passes) for passes in plan}) == 1
+        assert len(plan[0]) <= len(whole[0]) or budget.samples  # families are cut less, and fill passes less
+        passes = [[at for at in one if at != FILLER] for rank in plan for one in rank]
+        tokens = [computed([sequences[at] for at in one]) for one in passes]
+        assert max(tokens) <= budget.tokens
+        assert all(len(one) <= (budget.samples or len(one)) for one in passes)
+        assert 0 <= plan.saved <= 1 - sum(tokens) / sum(lengths) + 1e-9
+        assert plan == plan_micro_batches(lengths, ranks, budget, kin=find_families(sequences))
+
+
+def test_a_family_stays_in_one_pass_where_it_fits() -> None:
+    sequences = groups(5, 6, 8)
+    kin = find_families(sequences)
+    (passes,) = plan_micro_batches([len(one) for one in sequences], 1, Budget(700), kin=kin)
+    assert len(passes) > 2
+    for number in {one.family for one in kin}:
+        assert sum(any(kin[at].family == number for at in one) for one in passes) == 1
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 64), (3, 32), (9, 8), (64, 8)])
+def test_ranks_share_families_evenly(count: int, size: int) -> None:
+    """A family is cut where ranks would wait for each other otherwise, and that costs less than it brings."""
+    sequences, ranks = [one for seed in range(count) for one in family(100, [50] * size, seed)], 4
+    lengths, budget = [len(one) for one in sequences], Budget(2000)
+    plan = plan_micro_batches(lengths, ranks, budget, kin=find_families(sequences))
+    waits = sum(
+        max(computed([sequences[at] for at in one if at != FILLER]) for one in one_round)
+        for one_round in zip(*plan, strict=True)
+    )
+    assert waits < 1.35 * computed(sequences) / ranks
+    assert plan.saved > 0.4
+
+
+def test_pairs_share_their_prompt_within_a_row() -> None:
+    pairs = [one for seed in range(4) for one in family(60, [10, 20], seed)]
+    kin = find_families(pairs)
+    plan = plan_micro_batches([len(one) for one in pairs], 2, Budget(200), samples_per_row=2, kin=kin)
+    assert sorted(placed(plan)) == list(range(8)) and [len(passes) for passes in plan] == [1, 1]
+    assert plan.saved == pytest.approx(4 * 60 / sum(map(len, pairs)))
+
+
+def test_only_samples_that_share_prefixes_are_compared() -> None:
+    samples = [Sample(torch.from_numpy(one), torch.ones(len(one), dtype=torch.bool)) for one in family(40, [5, 6])]
+    assert collate(pack_samples(samples), [0, 1], CPU).repeats == []
+    assert collate(pack_samples(samples, shares=True), [1, 0], CPU).repeats == [Repeat(0, 1, 40)]
+    assert collate(pack_samples(samples, shares=True), [FILLER], CPU).repeats == []
+
+
+@pytest.mark.parametrize(("common", "shared"), [(31, 0), (32, 1)])
+def test_prefixes_are_shared_from_32_tokens_on(common: int, shared: int) -> None:
+    one, other = np.arange(40), np.concatenate([np.arange(common), np.arange(100, 110)])
+    assert len(find_repeats([one, other])) == shared

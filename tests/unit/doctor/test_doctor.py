@@ -3,6 +3,8 @@
 Covers `trueline.doctor.case`, `trueline.doctor.data`, `trueline.doctor.template`.
 """
 
+import py_compile
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from tests.support.clinic import diagnosed, make_clinic
 from trueline.cli import main
 from trueline.config.rl import RLConfig
+from trueline.doctor import training
 from trueline.doctor.case import Case, DataRow
 from trueline.doctor.training import short_completions
 from trueline.monitoring.findings import FAILING, Finding
@@ -169,6 +172,19 @@ def test_versions_and_conflicts(clinic: Path, monkeypatch: pytest.MonkeyPatch) -
     found = {one.what for one in diagnosed(f"{SFT} {SUMS}") if one.level == "watch"}
     assert "vllm 0.1.0 is outside <0.27,>=0.26" in found
     assert "pynvml and nvidia-ml-py are both installed" in found
+
+
+def test_a_library_that_every_process_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (library := tmp_path / "large_library.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(training, "LARGE", ("large_library", "no_such_library"))
+    found = []
+    for keeps_none, compiles in ((False, False), (True, False), (True, True)):
+        monkeypatch.setattr(sys, "dont_write_bytecode", keeps_none)
+        if compiles:
+            py_compile.compile(str(library))
+        found.append([one.why for one in training.bytecode(Case(RLConfig(), None, None, [], []))])
+    assert found == [[], [f"run python -m compileall -q {tmp_path}"], []]
 
 
 def test_the_command_prints_a_table_and_starts_nothing(

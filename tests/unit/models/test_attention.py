@@ -11,6 +11,8 @@ from torch import Tensor
 
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
+from trueline.data.batching import find_repeats
+from trueline.data.types import Repeat
 from trueline.models.attention import NAME, Current, PackedLayout, packed_attention
 from trueline.models.loading import load_model
 from trueline.models.scorer import Probe, Scorer
@@ -119,6 +121,67 @@ def test_layers_with_and_without_windows_mix() -> None:
     settings = {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
     expected = by_transformers(make_model("gemma3_text", "eager", **settings))
     torch.testing.assert_close(packed(make_model("gemma3_text", NAME, **settings)), expected, **CLOSE)
+
+
+def family() -> tuple[list[Tensor], Tensor]:
+    """Sequences that begin alike: prompts of 36 and 33 tokens, an answer within another, twins, a loner; and a mask."""
+    pieces = iter(torch.randint(3, 90, (300,), generator=torch.Generator().manual_seed(4)).split(1))
+
+    def some(count: int) -> Tensor:
+        return torch.cat([next(pieces) for _ in range(count)])
+
+    one, other = some(36), some(33)
+    rows = [
+        torch.cat([prompt, some(count)]) for prompt, count in ((one, 9), (other, 2), (one, 1), (one, 14), (other, 7))
+    ]
+    rows += [some(40), torch.cat([rows[0], some(5)]), rows[3].clone()]
+    learnt = [torch.arange(len(row)) >= start for row, start in zip(rows, (36, 33, 36, 36, 33, 0, 36, 40), strict=True)]
+    return rows, torch.cat(learnt)
+
+
+FAMILY, LEARNT = family()
+FAMILY_LENGTHS = [len(row) for row in FAMILY]
+REPEATS = find_repeats([row.numpy() for row in FAMILY])
+
+
+def outputs_and_gradients(model: Any, repeats: list[Repeat]) -> list[Tensor]:
+    scorer = Scorer(model, 7)
+    found = scorer(torch.cat(FAMILY), LEARNT, FAMILY_LENGTHS, 0.8, repeats=repeats)
+    flow = torch.linspace(-1, 2, sum(FAMILY_LENGTHS))
+    (flow * (found["logprobs"] + 0.3 * found["entropy"])).sum().backward()
+    return [*found.values(), *(one.grad for one in model.parameters() if one.grad is not None)]
+
+
+def check_sharing(kind: str, **settings: Any) -> None:
+    found, expected = (outputs_and_gradients(make_model(kind, NAME, **settings), some) for some in (REPEATS, []))
+    assert Current.layout.keys is None and len(found) == len(expected) > 5
+    zero = 1e-6 * max(one.norm() for one in expected)  # the gradient of a bias of keys is zero, but for rounding
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= max(1e-5 * other.norm(), zero)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_common_prefixes_are_computed_once_and_change_nothing(kind: str) -> None:
+    """Neither log-probs and entropies nor gradients, with positions of every kind, grouped heads and experts."""
+    check_sharing(kind)
+
+
+@pytest.mark.parametrize("window", [1, 5, 40, 50])
+def test_a_window_over_a_common_prefix_is_that_of_one_sequence(window: int) -> None:
+    check_sharing("mistral", sliding_window=window)
+
+
+def test_windows_in_some_layers_and_common_prefixes_mix() -> None:
+    settings = {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    check_sharing("gemma3_text", **settings)
+
+
+def test_no_token_is_computed_twice() -> None:
+    """36 + 9 + 1 + 14 tokens of one prompt, 33 + 2 + 7 of the other, a loner, five more and the twin's last one."""
+    model, seen = make_model("llama", NAME), []
+    model.get_input_embeddings().register_forward_hook(lambda module, given, output: seen.append(given[0].numel()))
+    outputs_and_gradients(model, REPEATS)
+    assert seen == [36 + 9 + 1 + 14 + 33 + 2 + 7 + 40 + 5 + 1]
 
 
 def refused(model: Any) -> str:

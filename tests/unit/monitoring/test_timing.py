@@ -1,8 +1,19 @@
+import logging
 import time
 
 import pytest
 
-from trueline.monitoring.timing import PEAK_TFLOPS, Timer, duration, flops_per_token, speed_metrics
+from trueline.monitoring.timing import (
+    PEAK_TFLOPS,
+    START,
+    Timer,
+    describe_parts,
+    duration,
+    flops_per_token,
+    part_seconds,
+    parts_in_log,
+    speed_metrics,
+)
 
 
 def test_phases_add_up_until_they_are_flushed() -> None:
@@ -67,3 +78,22 @@ def test_no_name_hides_a_longer_one_behind_it() -> None:
 
 def test_frozen_weights_need_no_gradient_of_their_own() -> None:
     assert flops_per_token(10, adapters=True) == 40
+
+
+def test_parts_of_a_start_follow_each_other() -> None:
+    parts = part_seconds(100.0, [("imports", 109.0), ("compile", 115.0), ("nothing", 115.1), ("compile", 121.4)])
+    assert parts == pytest.approx({"imports": 9.0, "compile": 12.3, "nothing": 0.1})
+    assert describe_parts(parts) == "imports 9, compile 12"
+
+
+def test_what_a_library_logs_ends_a_part() -> None:
+    log = logging.getLogger("tests.library")
+    log.setLevel(logging.INFO)
+    START.begin()
+    with parts_in_log({"loading took": "weights", "captured": "graphs"}):
+        log.info("Model loading took %s seconds", 3)
+        log.info("something else")
+        log.info("all is captured")
+    log.info("Model loading took %s seconds", 4)
+    assert [part for part, _ in START.ends] == ["weights", "graphs"]
+    assert START.begun <= START.ends[0][1] <= START.ends[1][1] <= time.time()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trueline.config.model import FrozenConfig, ModelConfig, TrainingConfig
+from trueline.config.model import FrozenConfig, ModelConfig, PolicyTrainingConfig, TrainingConfig
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.config.sampling import GenerateConfig
 from trueline.config.supervised import SftConfig
@@ -13,7 +13,7 @@ from trueline.data.types import Prompt
 from trueline.plan import inputs
 from trueline.plan import offline as offline_planning
 from trueline.plan import sampling as job_planning
-from trueline.plan.describe import describe, engines_line, machine_line, prompts_line, ranks_line
+from trueline.plan.describe import describe, engines_line, machine_line, prompts_line, ranks_line, sharing_line
 from trueline.plan.inputs import PromptSet
 from trueline.plan.offline import plan_supervised
 from trueline.plan.rl import plan_rl
@@ -49,6 +49,7 @@ def test_every_kind_of_run_says_a_fact_in_the_same_words(
     assert f"data       1 prompts, 0 held out{data}" in rl and f"data       1 prompts{data}" in job
     assert "policy     1 x torch rank, ZeRO 2, micro-batches of up to" in rl
     assert "training   1 x torch rank, ZeRO 2, micro-batches of up to" in offline
+    assert "\nprefixes   the prompt of a group is computed once" in rl and "\nprefixes" not in offline
     adapted = [
         describe(plan_rl(RLConfig.parse(tree(2, **judged)))),
         describe(plan_supervised(SftConfig.parse(tree(2)))),
@@ -69,6 +70,21 @@ def test_what_is_about_training_is_said_of_trained_models_only() -> None:
     )
     short = FrozenConfig(engine="torch", micro_batch_tokens=7)
     assert ranks_line("ref", 1, short, ModelConfig()) == "ref        1 x torch rank, micro-batches of up to 7 tokens"
+
+
+def test_who_computes_a_prompt() -> None:
+    def said(sharing: Any = "auto", ring: int = 1, **keys: Any) -> str:
+        ranks = PolicyTrainingConfig(share_prefixes=sharing, **keys)
+        return sharing_line(ranks, ModelConfig(context_parallel=ring), "a group")
+
+    once = "prefixes   the prompt of a group is computed once in a pass"
+    assert said() == f"{once}, if that saves 15% of a step's tokens (training.share_prefixes=auto)"
+    assert said(True) == f"{once} (training.share_prefixes=true)"
+    again = "prefixes   each sequence of a group computes the prompt again"
+    assert said(False) == f"{again} (training.share_prefixes=false)"
+    assert said(ring=2) == f"{again} (context_parallel=2 divides sequences)"
+    assert said(packing=False) == f"{again} (training.packing=false pads sequences)"
+    assert said(replay_routing="measure").startswith(f"{again} (training.replay_routing=measure has experts of its own")
 
 
 def test_devices_engines_and_prompts() -> None:

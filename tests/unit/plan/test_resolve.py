@@ -262,7 +262,7 @@ def environments(
     return dict(Recorder.started)
 
 
-SILENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+SILENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 
 
 def of_libraries(environment: dict[str, str]) -> dict[str, str]:

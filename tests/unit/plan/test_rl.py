@@ -388,8 +388,9 @@ SMOLLM2 = ModelFacts(
 def elsewhere(local_run: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A plan for SmolLM2-135M on a machine with so much memory and so many GPUs."""
 
-    def make(memory_gib: float, *overrides: str, gpus: int = 0, cpus: int = 2) -> RLPlan:
-        there = Machine(cpus=cpus, memory_bytes=int(memory_gib * GIB), gpus=gpus, gpu_bytes=int(memory_gib * GIB))
+    def make(memory_gib: float, *overrides: str, gpus: int = 0, cpus: int = 2, mps: bool = False) -> RLPlan:
+        size = int(memory_gib * GIB)
+        there = Machine(cpus=cpus, memory_bytes=size, gpus=gpus, gpu_bytes=size, mps=mps)
         monkeypatch.setattr(inputs, "machine_at_hand", lambda: there)
         for module in (inputs, resolve):
             monkeypatch.setattr(module, "check_model", lambda config, head="language": SMOLLM2)
@@ -521,6 +522,41 @@ def test_engines_and_models_on_the_same_gpu_work_at_once_where_answers_may_be_st
     assert phases["training"] > max(adapter_only.values())
     assert "share GPUs and work at once" in describe(together)
     assert "share GPUs and take turns" in describe(turns)
+
+
+def test_steps_are_streamed_on_gpus_where_memory_and_mps_allow(elsewhere: Any) -> None:
+    """On a shared GPU with room for both, passes and engine are those of a run in turns."""
+    turns, together = elsewhere(80, gpus=1), elsewhere(80, gpus=1, mps=True)
+    assert turns.config.training.stream is False and together.config.training.stream is True
+    assert turns.takes_turns() and not together.takes_turns()
+    assert together.forecast.choice.keys() == turns.forecast.choice.keys()
+    held = together.forecast.room.each(together.forecast.choice)
+    rest = sum(count * size for name, (count, size) in held.items() if name != "policy")
+    assert together.policy_share() == pytest.approx(1 - rest / (80 * GIB)) and 0.5 < together.policy_share() < 1
+    assert turns.policy_share() == elsewhere(80).policy_share() == 1.0
+    assert "models and engines share GPUs and work at once, by MPS" in describe(together)
+    assert "stream     complete groups are trained while others are sampled" in describe(together)
+    assert "stream     groups are trained when all are sampled: MPS cannot be started here" in describe(turns)
+    small = elsewhere(12, gpus=1, mps=True)
+    assert small.takes_turns() and small.config.training.stream is False
+    assert "memory does not hold models and engines at once with the same passes" in describe(small)
+    assert elsewhere(80, "training.stream=true", gpus=1).config.training.stream is True
+    assert "work at once, without MPS" in describe(elsewhere(80, "training.stream=true", gpus=1))
+
+
+def test_steps_are_streamed_where_models_and_engines_have_gpus_of_their_own(elsewhere: Any) -> None:
+    apart = elsewhere(80, "placement=separate", gpus=2)
+    assert apart.config.training.stream is True and not apart.takes_turns()
+    off = elsewhere(80, "placement=separate", "training.stream=false", gpus=2)
+    assert "stream     groups are trained when all are sampled: training.stream=false" in describe(off)
+    several = elsewhere(80, "minibatches=2", gpus=1, mps=True)
+    assert several.takes_turns() and "sampled: a step makes 2 updates" in describe(several)
+
+
+def test_on_cpus_steps_are_streamed_only_if_asked_for(elsewhere: Any) -> None:
+    assert elsewhere(24).config.training.stream is False and "stream  " not in describe(elsewhere(24))
+    asked = elsewhere(24, "training.stream=true")
+    assert asked.config.training.stream is True and not asked.layout.in_turns
 
 
 def test_models_and_engines_take_turns_with_the_cores_unless_answers_may_lag(elsewhere: Any) -> None:

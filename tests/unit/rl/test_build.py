@@ -10,14 +10,15 @@ import pytest
 from trueline.config.rl import RLConfig
 from trueline.monitoring.run_folder import RunFolder
 from trueline.plan.rl import RLPlan, plan_rl
-from trueline.rl.build import make_evaluator, make_rollouts, start_models, sync_plan
+from trueline.rl.build import begin_models, make_evaluator, make_rollouts, sync_plan, wait_for_models, warn_without_mps
 from trueline.rollout.ledger import Ledger
 from trueline.rollout.pool import EnginePool
-from trueline.runs.processes import Sampling
+from trueline.runs.processes import Sampling, open_sampling
 from trueline.runs.rollout_workers import RolloutWorkers, WorkerSampler
 from trueline.runs.state import RLState
 from trueline.runtime.actors import LocalActor
 from trueline.runtime.event_loop import EventLoop
+from trueline.training.worker import WorkerSpec
 
 NOTHING: Any = None
 
@@ -63,8 +64,10 @@ class Recorder:
     def __init__(self, layout: Any) -> None:
         self.layout = layout
         self.heard: list[str] = []
+        self.shares: list[float] = []
 
     def policy(self, target: Any, specs: list[Any]) -> list[Any]:
+        self.shares = [spec.memory_share for spec in specs if isinstance(spec, WorkerSpec)] or self.shares
         return [LocalActor("policy", self) for _ in specs]
 
     def engines(self, target: Any, specs: list[Any]) -> list[Any]:
@@ -90,10 +93,49 @@ def test_an_engine_that_shares_the_models_gpu_is_told_its_cache(planned: Any, co
     processes: Any = Recorder(layout)
     loop = EventLoop(timeout_seconds=60)
     said: Any = SimpleNamespace(note=processes.heard.append)
-    start_models(replace(plan, machine=machine, layout=layout), processes, loop, said)
+    groups, pool = begin_models(replace(plan, machine=machine, layout=layout), processes)
+    wait_for_models(groups, pool, loop, said)
     loop.stop()
     assert [line.split()[0] for line in processes.heard] == ["model", "loaded", "engine", "engines"]
-    assert [size > 0 for size in processes.caches] == [colocated]
+    assert [size > 0 for size in processes.caches] == [colocated] and processes.shares == [1.0]
+
+
+def test_a_policy_leaves_engines_that_work_at_the_same_time_their_memory(planned: Any) -> None:
+    """The allocator of a rank would otherwise keep whatever is free on the GPU."""
+    plan = planned("algorithm.kl.coefficient=0")
+    machine, layout = replace(plan.machine, gpus=1), replace(plan.layout, colocated=True, in_turns=False)
+    processes: Any = Recorder(layout)
+    at_once = replace(plan, machine=machine, layout=layout)
+    begin_models(at_once, processes)
+    assert processes.shares == [at_once.policy_share()]
+
+
+@pytest.mark.parametrize(
+    ("clients", "in_turns", "warned"), [({}, False, True), ({"a": "b"}, False, False), ({}, True, False)]
+)
+def test_without_mps_a_run_tells_what_that_costs(
+    planned: Any, clients: dict[str, str], in_turns: bool, warned: bool, tmp_path: Path
+) -> None:
+    plan, said = planned(), []
+    machine = replace(plan.machine, gpus=1, mps=True)
+    layout = replace(plan.layout, colocated=True, in_turns=in_turns)
+    processes: Any = SimpleNamespace(clients=clients, logs=tmp_path)
+    progress: Any = SimpleNamespace(note=said.append)
+    warn_without_mps(replace(plan, machine=machine, layout=layout), processes, progress)
+    assert [line.startswith(f"warning: MPS did not start ({tmp_path}/mps)") for line in said] == [True] * warned
+
+
+def test_rollout_workers_begin_while_models_and_engines_do(planned: Any, tmp_path: Path) -> None:
+    plan = planned()
+    processes: Any = Recorder(plan.layout)
+    processes.logs = tmp_path
+    plan = replace(plan, rollout=plan.rollout.with_keys({"workers": 1}))
+    loop = EventLoop(timeout_seconds=60)
+    order = processes.heard.append
+    processes.rollout_workers = lambda target, specs: [order(f"worker {one.number} begins") for one in specs][1:]
+    with open_sampling(plan, EnginePool([]), processes, {}, loop, order, lambda: order("models are there")):
+        assert processes.heard == ["worker 0 begins", "models are there"]
+    loop.stop()
 
 
 def test_what_becomes_of_old_groups_and_running_answers_is_passed_on(planned: Any, tmp_path: Path) -> None:

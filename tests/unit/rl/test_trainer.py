@@ -67,6 +67,25 @@ def test_at_another_temperature_a_teacher_that_is_the_policy_has_nothing_to_say(
     assert abs(rows_of(tmp_path)[1]["distill/kl_per_token"]) < 1e-5
 
 
+def test_prompts_that_are_computed_once_teach_the_same(tmp_path: Path) -> None:
+    """Of a group, in the passes of the policy and of its reference."""
+    rows = []
+    prompts = "".join(json.dumps({"prompt": f"{number} little words: " * 3}) + "\n" for number in range(8))
+    for sharing in ("auto", "false"):
+        (folder := tmp_path / sharing).mkdir()
+        (folder / "long.jsonl").write_text(prompts)
+        words = [f"{section}.share_prefixes={sharing}" for section in ("training", "reference")]
+        words += [f"data.path={folder}/long.jsonl", "algorithm.kl.coefficient=0.1", "minibatches=2", "steps=2"]
+        assert run_letters(folder, "grpo", *words) == 0
+        rows.append(rows_of(folder)[1:])
+    for shared, whole in zip(*rows, strict=True):
+        assert shared["speed/shared_prefixes"] > 0.4 and "speed/shared_prefixes" not in whole
+        names = ("loss", "grad_norm", "policy/entropy", "policy/kl", "reward/mean")
+        assert {name: shared[name] for name in names} == pytest.approx(
+            {name: whole[name] for name in names}, rel=1e-3, abs=1e-5
+        )
+
+
 def test_the_only_update_of_a_step_brings_its_old_log_probs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy does not score before it, and every number is that of a run in which it does."""
     asked: list[str] = []

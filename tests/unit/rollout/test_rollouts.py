@@ -740,3 +740,159 @@ def test_an_answer_of_a_structure_begins_anew_where_it_was_cut_off(structure: St
         assert asked == [([9], 10, "r"), ([9, 1], 9, "r.1"), ([9, 1, 2], 8, "r.2")]
         assert answer.tokens.tolist() == [1, 2, 3]
     assert seeds[0] == 5 and len(set(seeds)) == 3 and derive_seed(None, 1) is None
+
+
+# Steps that are streamed
+
+
+class Held:
+    """Lets a test decide which prompts have ended: those up to which `free` says, in an order of its own."""
+
+    def __init__(self, rollouts: Rollouts, engine: FakeEngine, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.rollouts, self.gates = rollouts, {}
+        self.prompts = {tuple(tokenizer.encode(f"{number:02d}")): number for number in range(len(PROMPTS))}
+        plain = engine.generate
+
+        async def generate(tokens: list[int], params: SamplingParams, request: str) -> Completion:
+            await self.gate(self.number(tokens)).wait()
+            return await plain(tokens, params, request)
+
+        engine.generate = generate  # type: ignore[method-assign]
+
+    def number(self, tokens: list[int]) -> int:
+        return next(number for text, number in self.prompts.items() if tuple(tokens[-len(text) :]) == text)
+
+    def gate(self, number: int) -> asyncio.Event:
+        return self.gates.setdefault(number, asyncio.Event())
+
+    def free(self, *numbers: int) -> None:
+        for number in numbers:
+            self.rollouts.loop.loop.call_soon_threadsafe(self.gate(number).set)
+
+    def free_later(self, *numbers: int) -> None:
+        """Free prompts when all that can be done before is done."""
+        for number in numbers:
+            loop = self.rollouts.loop.loop
+            loop.call_soon_threadsafe(loop.call_later, 0.3, self.gate(number).set)
+
+
+@pytest.fixture
+def held(build: Any, tokenizer: PreTrainedTokenizerFast) -> Callable[..., tuple[Rollouts, Held]]:
+    def make(*free: int, **named: Any) -> tuple[Rollouts, Held]:
+        rollouts, engine = build(start=False, **named)
+        held = Held(rollouts, engine, tokenizer)
+        rollouts.start(0)
+        held.free(*free)
+        return rollouts, held
+
+    return make
+
+
+def test_complete_groups_are_given_away_while_others_are_sampled(held: Any) -> None:
+    rollouts, gates = held(2, groups=4)
+    seen: list[list[int]] = []
+
+    def train(part: list[Any]) -> bool:
+        seen.append(prompt_ids(part))
+        gates.free(*{2: [3], 3: [0, 1]}.get(seen[-1][0], []))
+        return True
+
+    assert prompt_ids(rollouts.stream(4, train, least=1)) == [0, 1, 2, 3]
+    assert seen[:2] == [[2], [3]]
+    assert len({number for part in seen for number in part}) == sum(map(len, seen))  # none of them twice
+    rollouts.release(0)
+    gates.free(4, 5, 6, 7)
+    assert prompt_ids(rollouts.stream(4, lambda part: True, least=10**6)) == [4, 5, 6, 7]
+
+
+def test_parts_have_as_many_tokens_as_they_should(held: Any) -> None:
+    """Each group samples 9 tokens."""
+    rollouts, gates = held(0, 2, groups=4)
+    seen: list[list[int]] = []
+
+    def train(part: list[Any]) -> bool:
+        seen.append(prompt_ids(part))
+        gates.free(1, 3)
+        return True
+
+    rollouts.stream(4, train, least=18)
+    assert seen[0] == [0, 2] and len(seen) == 1
+
+
+def test_no_part_follows_one_that_could_not_be_trained(held: Any) -> None:
+    rollouts, gates = held(0, groups=3)
+    seen: list[list[int]] = []
+
+    def train(part: list[Any]) -> bool:
+        seen.append(prompt_ids(part))
+        gates.free(1)
+        gates.free_later(2)
+        return False
+
+    assert prompt_ids(rollouts.stream(3, train, least=1)) == [0, 1, 2]
+    assert seen == [[0]]
+
+
+def test_only_groups_that_the_step_will_have_are_given_away(held: Any) -> None:
+    """Two useful groups are wanted. Prompts 0 and 1 are uniform, so four more are sampled: 4 and 5 end first, but 2 and
+    3 may still fill both places.
+    """
+    dynamic = DynamicSamplingConfig(enabled=True, max_batches=4)
+    rollouts, gates = held(0, 1, 4, 5, groups=2, reward=MixedReward({2, 3, 4, 5}), dynamic=dynamic)
+    seen: list[int] = []
+
+    def train(part: list[Any]) -> bool:
+        seen.extend(prompt_ids(part))
+        gates.free_later(2)
+        return True
+
+    gates.free_later(3)
+    assert prompt_ids(rollouts.stream(2, train, least=1)) == [2, 3]
+    assert seen == [3]
+
+
+def test_a_group_that_is_not_trained_is_not_given_away_and_counted_once(held: Any) -> None:
+    """Prompt 1 has one reward of three. It ends before prompt 0, behind which it waits to be looked at."""
+    rollouts, gates = held(1, groups=3, reward=FakeReward({1: 2}))
+    seen: list[int] = []
+
+    def train(part: list[Any]) -> bool:
+        seen.extend(prompt_ids(part))
+        gates.free_later(0, 3)
+        return True
+
+    gates.free_later(2)
+    assert prompt_ids(rollouts.stream(3, train, least=1)) == [0, 2, 3]
+    assert 1 not in seen and seen[0] == 2 and rollouts.dropped.groups == 1 and rollouts.dropped.completions == 2
+    assert rollouts.ledger.fates["failed"] == 1
+
+
+def test_an_interrupt_ends_a_stream_and_keeps_its_prompts(held: Any, loop: EventLoop) -> None:
+    rollouts, _ = held(0, groups=3)
+
+    def train(part: list[Any]) -> bool:
+        loop.interrupt()
+        return True
+
+    with pytest.raises(Interrupted):
+        rollouts.stream(3, train, least=1)
+    assert rollouts.taking is None and sorted(rollouts.ledger.under_way) == [0, 1, 2]
+
+
+def test_an_engine_that_is_lost_does_not_make_a_stream_forget_what_it_gave_away(held: Any) -> None:
+    rollouts, gates = held(0, groups=3)
+    seen: list[int] = []
+
+    def train(part: list[Any]) -> bool:
+        seen.extend(prompt_ids(part))
+        rollouts.sampler.pool.lost["fake"] = "gone"
+        rollouts.loop.loop.call_soon_threadsafe(rollouts.sampler.pool.engine_lost.set)
+        return True
+
+    with pytest.raises(EngineLost):
+        rollouts.stream(3, train, least=1)
+    rollouts.sampler.pool.lost.clear()
+    rollouts.loop.loop.call_soon_threadsafe(rollouts.sampler.pool.engine_lost.clear)
+    gates.free(1, 2)
+    assert prompt_ids(rollouts.stream(3, lambda part: seen.extend(prompt_ids(part)) is None, least=1)) == [0, 1, 2]
+    assert seen.count(0) == 1

@@ -1,7 +1,10 @@
 """What leaves a rollout worker: numbers of every episode, and arrays of those that can be trained on."""
 
 from trueline.data.types import Completion, Outcome, Prompt, Trajectory
-from trueline.rollout.summary import pack_group, summarise
+from trueline.rl.step import stored_samples
+from trueline.rollout.summary import Parcels, SampledGroup, pack_group, summarise, summarise_group
+from trueline.runtime.actors import Stored
+from trueline.training.samples import families_of
 
 
 def episode(tokens: list[int], reward: float | None, outcome: Outcome = Outcome.FINISHED) -> Trajectory:
@@ -25,6 +28,23 @@ def test_only_episodes_with_a_reward_have_arrays() -> None:
     known = [summarise(one) for one in group]
     assert [sum(part.length for part in one.sequences) for one in known] == [3, 0, 4]
     assert [one.sampled for one in known] == [1, 3, 2] and [one.newest for one in known] == [4, 0, 4]
+
+
+def test_sequences_of_a_group_that_begin_alike_are_a_family() -> None:
+    """Also in the numbers of a step, where families of several groups differ."""
+    prompt, nowhere = list(range(3, 43)), Stored({})
+    groups = []
+    for first in (5, 6):
+        failed, *fine = (episode([*prompt, *rest], 1.0) for rest in ([0], [first, 1, 2], [9]))
+        failed.outcome = Outcome.REWARD_ERROR
+        stranger = episode([first] * 50, 1.0)
+        for one in (failed, stranger, *fine):
+            one.group = first
+        groups.append(SampledGroup(summarise_group([failed, fine[0], stranger, fine[1]]), Parcels(*[nowhere] * 4)))
+    kin = families_of(stored_samples([group.with_rewards() for group in groups]))
+    families = [one.family for one in kin]
+    assert families[0] == families[2] != families[1] and families[3] == families[5] != families[4]
+    assert len(set(families)) == 4 and min(one.prefix for one in kin) == 42
 
 
 def test_a_failed_episode_brings_the_call_that_repeats_it() -> None:

@@ -80,6 +80,19 @@ def test_who_shares_gpus_sees_those_of_the_ranks_that_it_sits_with(made: Made) -
     ]
 
 
+@pytest.mark.parametrize(("given", "seen"), [(None, "0"), ("3", "3")])
+def test_who_shares_the_only_gpu_does_not_wait_for_its_rank(
+    made: Made, monkeypatch: pytest.MonkeyPatch, given: str | None, seen: str
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    processes, _ = made(Layout(1, 1, 1, True), machine(1))
+    processes.policy(TARGET, ["a"])
+    (engine,) = spots(processes.engines(TARGET, ["b"]))
+    assert (engine.node, engine.environment["CUDA_VISIBLE_DEVICES"]) == (None, seen)
+
+
 def test_cores_are_shared_by_those_of_a_node_that_work_at_once(made: Made) -> None:
     def threads(started: list[Any]) -> list[str]:
         return [spot.environment["OMP_NUM_THREADS"] for spot in spots(started)]

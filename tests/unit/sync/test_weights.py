@@ -40,7 +40,6 @@ from trueline.training.worker import Worker, WorkerSpec
 SECONDS = 120.0
 TOKENS = list(range(5, 37))
 Weights = list[tuple[str, torch.Tensor]]
-THREADS = ThreadPoolExecutor()
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,13 @@ class Running(Generic[Result]):
 
 
 class InThread:
-    """An actor whose ordinary methods run in threads, so that both ends of a broadcast can wait for each other."""
+    """An actor with a thread for its ordinary methods, so that both ends of a broadcast can wait for each other."""
 
     def __init__(self, name: str, target: Any) -> None:
-        self.name, self.target = name, target
+        self.name, self.target, self.thread = name, target, ThreadPoolExecutor(1)
 
     def submit(self, method: Callable[..., Any], *args: Any, **named: Any) -> Pending[Any]:
-        return Running(self.name, THREADS.submit(getattr(self.target, method.__name__), *args, **named))
+        return Running(self.name, self.thread.submit(getattr(self.target, method.__name__), *args, **named))
 
     async def call(self, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
         return await getattr(self.target, method.__name__)(*args, **named)
@@ -565,6 +564,7 @@ def test_the_speed_of_sending_is_that_of_sending_alone(
     model_folder: Path, loop: EventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trueline.sync.weights.time", Clock)
+    monkeypatch.setattr("trueline.rollout.engine.time", Clock)
     sync = make_sync(make_policy(model_folder), make_pool(model_folder, Draining), loop)
     found = sync.publish(1)
     assert found["sync/gb_per_second"] == pytest.approx(sync.bytes / 1e9 / 2)

@@ -9,7 +9,7 @@ import torch
 from tests.support.stored import store_samples
 from tests.support.tiny import make_samples
 from trueline.config.model import RanksConfig
-from trueline.data.batching import FILLER, collate
+from trueline.data.batching import FILLER, Plan, collate
 from trueline.data.types import Batch, LossOutput, Sample
 from trueline.models.ring_attention import Mesh
 from trueline.runtime.actors import LocalActor, Stored
@@ -159,5 +159,5 @@ def test_samples_are_put_into_the_store_once_ranks_of_other_processes_read_them(
     anywhere: Any = LocalActor("policy", object()) if local else object()
     group = ModelGroup("policy", [anywhere], RanksConfig(micro_batch_tokens=99), 60.0, Mesh(1))
     stored = store_samples([Sample(torch.arange(4), torch.ones(4, dtype=torch.bool)) for _ in range(2)])
-    group._readers(stored, [[[0, 1]]])
+    group._readers(stored, Plan([[[0, 1]]]))
     assert moved == ([] if local else [stored.fields.blocks[0].arrays])

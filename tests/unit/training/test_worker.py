@@ -109,6 +109,26 @@ def test_gradient_and_metrics_do_not_depend_on_micro_batches(
     accept_close(found, expected)
 
 
+@pytest.mark.parametrize(("gpu", "share", "expected"), [(True, 0.6, [0.6]), (True, 1.0, []), (False, 0.6, [])])
+def test_a_rank_bounds_its_memory_where_engines_need_the_rest(
+    gpu: bool, share: float, expected: list[float], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds: list[float] = []
+    model, ranks = ModelConfig(path=str(model_folder), dtype="float32"), TrainingConfig(engine="torch")
+    worker = Worker(WorkerSpec(model, ranks, 0, 1, total_steps=4, seed=0, memory_share=share))
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: gpu)
+        patched.setattr(torch.cuda, "set_per_process_memory_fraction", bounds.append)
+        patched.setattr("trueline.training.worker.load_model", stop)
+        with pytest.raises(InterruptedError):
+            worker.start(("", 0))
+    assert bounds == expected
+
+
+def stop(*args: Any, **named: Any) -> None:
+    raise InterruptedError
+
+
 def test_gradient_does_not_depend_on_the_order_of_samples(model_folder: Path) -> None:
     samples = make_samples(5, seed=2)
     expected, found = (gradient(model_folder, order, "policy", rows=2)[1] for order in (samples, samples[::-1]))
