@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 CONTROL = "nvidia-cuda-mps-control"
@@ -18,6 +18,8 @@ import ctypes, sys
 cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
 sys.exit(cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
 """
+# Ends the service when its standard input closes: with the run, also with one that is killed.
+GUARD = f'cat > /dev/null; echo "quit -t 1" | {CONTROL}; rm -rf "${PIPES}"'
 
 
 def is_installed() -> bool:
@@ -26,23 +28,26 @@ def is_installed() -> bool:
 
 @contextmanager
 def service(logs: Path) -> Iterator[dict[str, str]]:
-    """Start a service of this run's own, and end it; yield the environment of its clients, or none if it fails."""
+    """Start a service that ends with this run; yield the environment of its clients, or none if it fails."""
     pipes = Path(tempfile.mkdtemp(prefix="trueline-mps-"))  # its sockets need a short path
     folder = logs / "mps"
     folder.mkdir(parents=True, exist_ok=True)
     own = {PIPES: str(pipes), LOGS: str(folder)}
+    # A session of its own, so that neither Ctrl-C nor a signal to the run's processes reaches it.
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    guard = subprocess.Popen(["/bin/sh", "-c", GUARD], stdin=subprocess.PIPE, env=os.environ | own, **quiet)
     try:
         yield own if succeeds(own, CONTROL, "-d") and succeeds(own, sys.executable, "-c", CLIENT) else {}
     finally:
-        succeeds(own, CONTROL, given="quit -t 1\n")
-        shutil.rmtree(pipes, ignore_errors=True)
+        with suppress(subprocess.TimeoutExpired):
+            guard.communicate(timeout=SECONDS)
 
 
-def succeeds(own: dict[str, str], *command: str, given: str = "") -> bool:
+def succeeds(own: dict[str, str], *command: str) -> bool:
     """Run a program with the service's folders in its environment, and tell whether it succeeded."""
     environment = os.environ | own
     try:
-        done = subprocess.run(command, input=given, text=True, capture_output=True, timeout=SECONDS, env=environment)
+        done = subprocess.run(command, input=b"", capture_output=True, timeout=SECONDS, env=environment)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return done.returncode == 0

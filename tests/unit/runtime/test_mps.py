@@ -4,6 +4,10 @@ Covers `trueline.runtime.mps`; tests/gpu/ has the real one.
 """
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +53,25 @@ def test_it_ends_with_a_run_that_fails(calls: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError), mps.service(tmp_path):
         raise ValueError
     assert "quit" in calls.read_text()
+
+
+def test_it_ends_with_a_run_that_is_killed(calls: Path, tmp_path: Path) -> None:
+    """The guard is no child that the run's signals reach, and waits for nothing but the run's end."""
+    program = (
+        "import sys, time; from pathlib import Path; from trueline.runtime import mps\n"
+        "mps.CLIENT = ''\n"
+        f"with mps.service(Path({str(tmp_path)!r})) as own:\n"
+        "    print(own[mps.PIPES], flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, process_group=0) as run:
+        assert run.stdout is not None
+        pipes = Path(run.stdout.readline().strip())
+        assert pipes.is_dir() and "quit" not in calls.read_text()
+        os.killpg(run.pid, signal.SIGKILL)
+    while pipes.exists():
+        time.sleep(0.05)
+    assert calls.read_text().splitlines()[-1].split()[:3] == ["quit", "-t", "1"]
 
 
 def test_where_it_does_not_start_processes_share_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
