@@ -119,6 +119,18 @@ def test_grpo_spans_nodes_and_learns_what_one_machine_learns(home: Path, cluster
     assert min(wire) > 0 and max(row["sync/wire_gb"] for row in steps_of(home, "grpo-alone")) == 0
 
 
+@pytest.mark.slow
+def test_a_streamed_step_spans_nodes_too(home: Path, cluster: Nodes) -> None:
+    """The engine samples one group at a time, so every group but the last is trained before the step is complete."""
+    words = ["--reward", "reward.py:letters", "rollout.max_prompt_tokens=32", *SMALL, *SPREAD, "training.zero_stage=2"]
+    words += ["prompts_per_step=3", "rollout.max_sequences=4"]
+    said = ended(begin(home, "grpo", "stream-spread", [*words, "training.stream=true"], cluster))
+    assert "gradient of the streamed first step differs" in said and "steps are not streamed" not in said
+    assert all(row["rollout/streamed_share"] > 0 for row in steps_of(home, "stream-spread"))
+    ended(begin(home, "grpo", "stream-alone", [*words, "training.stream=false"], None))
+    compare(home, "stream-spread", "stream-alone", "reward/mean", "response_length/mean", "policy/kl")
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("verb", "words"),

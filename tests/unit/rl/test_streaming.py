@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.architectures import make_model
 from tests.support.letters import rows_of, run_letters
 from trueline.algorithms.loss_aggregation import AGGREGATIONS, set_weights
 from trueline.algorithms.shortcuts import stream_obstacle
@@ -70,8 +71,22 @@ PRESETS = {
 }
 
 
+@pytest.fixture
+def gaps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How far the gradients of first steps were from those of the whole batch, relative."""
+    found: list[float] = []
+    compare = Stream.compare
+
+    def spy(self: Stream, streamed: np.ndarray, plain: np.ndarray, dtype: str) -> Any:
+        found.append(float(np.linalg.norm(streamed - plain) / np.linalg.norm(plain)))
+        return compare(self, streamed, plain, dtype)
+
+    monkeypatch.setattr(Stream, "compare", spy)
+    return found
+
+
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_streamed_run_has_the_numbers_of_a_whole_one(preset: str, tmp_path: Path) -> None:
+def test_a_streamed_run_has_the_numbers_of_a_whole_one(preset: str, tmp_path: Path, gaps: list[float]) -> None:
     words = [*PRESETS[preset], "model.lora.rank=0"]
     whole = run(tmp_path / "whole", preset, *words, "training.stream=false")
     streamed = run(tmp_path / "streamed", preset, *words, "training.stream=true")
@@ -81,6 +96,20 @@ def test_a_streamed_run_has_the_numbers_of_a_whole_one(preset: str, tmp_path: Pa
     assert "stream_proven" in findings(tmp_path / "streamed")
     gap, tokens = (torch.tensor([row[name] for row in streamed]) for name in ("mismatch/logprob_gap_mean", "loss"))
     assert gap.isfinite().all() and tokens.isfinite().all()
+    assert len(gaps) == 1 and gaps[0] < 1e-6
+
+
+@pytest.mark.parametrize(
+    "kind", ["gemma3_text", "mixtral", "qwen3_5_text"]
+)  # windows, experts, padded linear attention
+def test_other_families_are_streamed_too(kind: str, tmp_path: Path, gaps: list[float]) -> None:
+    words = ["training.packing=false", "algorithm.kl.coefficient=0"] if kind == "qwen3_5_text" else []
+    for name in ("whole", "streamed"):
+        make_model(tmp_path / name / "model", kind)
+    whole = run(tmp_path / "whole", "grpo", *words, "training.stream=false")
+    streamed = run(tmp_path / "streamed", "grpo", *words, "training.stream=true")
+    assert_alike(streamed, whole)
+    assert gaps[0] < 1e-6
 
 
 def test_transcripts_and_ledger_of_a_streamed_run_are_in_the_order_of_the_data(tmp_path: Path) -> None:
