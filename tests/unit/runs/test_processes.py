@@ -1,17 +1,37 @@
 """What is handed to processes and samplers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from trueline.config.model import CriticConfig, ModelConfig
 from trueline.config.rl import SamplingControls
 from trueline.plan.resolve import RoleModel
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.groups import SamplerSpec
-from trueline.runs.processes import Sampling, role_group
+from trueline.runs import processes as runs
+from trueline.runs.processes import Sampling, open_processes, role_group
 from trueline.runs.rollout_workers import WorkerSampler
-from trueline.runtime.placement import RoleRanks
+from trueline.runtime import mps, placement
+from trueline.runtime.actors import Placement, Target
+from trueline.runtime.cluster import Machine
+from trueline.runtime.host import Location
+from trueline.runtime.placement import Layout, RoleRanks
 
 NOTHING: Any = None
+
+
+class Started:
+    """A process that is not started."""
+
+    def __init__(self, name: str, target: object, given: list[Any], spot: Placement, log: Path) -> None:
+        self.environment = spot.environment
+
+    def location(self) -> Location:
+        return Location("", ["0"], 0)
 
 
 class Recorder:
@@ -46,3 +66,37 @@ def test_a_sampler_has_the_controls_the_length_and_the_ends_of_its_answers() -> 
     assert sampler == WorkerSampler(NOTHING, SamplerSpec(params, 3, 11, "train", True))
     plain = talk.sampler(SamplingControls(), 9, 3, 11, "train").spec.params
     assert plain == SamplingParams(1.0, 9, (2, 7))  # what an engine does unasked is what the keys do unset
+
+
+@pytest.mark.parametrize(
+    ("layout", "installed", "served"),
+    [
+        (Layout(1, 1, colocated=True, in_turns=False), True, True),
+        (Layout(1, 1, colocated=True, in_turns=True), True, False),
+        (Layout(1, 1, colocated=False, in_turns=False), True, False),
+        (Layout(1, 1, colocated=True, in_turns=False), False, False),
+    ],
+)
+def test_models_and_engines_that_share_a_gpu_at_once_are_clients_of_one_service(
+    layout: Layout, installed: bool, served: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way: list[str] = []
+
+    @contextmanager
+    def running(name: str, *given: object) -> Iterator[dict[str, str]]:
+        under_way.append(name)
+        yield {mps.PIPES: "here"}
+        under_way.remove(name)
+
+    monkeypatch.setattr(runs, "ray_cluster", lambda *given: running("ray"))
+    monkeypatch.setattr(mps, "service", lambda logs: running("mps"))
+    monkeypatch.setattr(placement, "reserve", lambda bundles: "group")
+    monkeypatch.setattr(placement, "RayActor", Started)
+    monkeypatch.setattr(placement, "wait_all", lambda locations, seconds: locations)
+    machine = Machine(cpus=8, memory_bytes=2**34, gpus=2, gpu_bytes=2**34, mps=installed)
+    target: Target[Any] = Target("tests:Nothing")
+    with open_processes(machine, layout, tmp_path, "ray") as opened:
+        started: list[Any] = [*opened.policy(target, ["a"]), *opened.engines(target, ["b"])]
+        assert [mps.PIPES in one.environment for one in started] == [served] * 2
+        assert under_way == (["ray", "mps"] if served else ["ray"])
+    assert under_way == []
