@@ -8,9 +8,20 @@ from typing import Any
 import pytest
 
 from trueline.config.rl import RLConfig
+from trueline.data.batching import Budget
+from trueline.models.ring_attention import Mesh
 from trueline.monitoring.run_folder import RunFolder
 from trueline.plan.rl import RLPlan, plan_rl
-from trueline.rl.build import begin_models, make_evaluator, make_rollouts, sync_plan, wait_for_models, warn_without_mps
+from trueline.rl.build import (
+    begin_models,
+    make_evaluator,
+    make_rollouts,
+    make_stream,
+    sync_plan,
+    wait_for_models,
+    warn_without_mps,
+)
+from trueline.rl.streaming import Stream
 from trueline.rollout.ledger import Ledger
 from trueline.rollout.pool import EnginePool
 from trueline.runs.processes import Sampling, open_sampling
@@ -123,6 +134,20 @@ def test_without_mps_a_run_tells_what_that_costs(
     progress: Any = SimpleNamespace(note=said.append)
     warn_without_mps(replace(plan, machine=machine, layout=layout), processes, progress)
     assert [line.startswith(f"warning: MPS did not start ({tmp_path}/mps)") for line in said] == [True] * warned
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "least"),
+    [(4096, 1, 7), (12, 1, 6), (12, 2, 7)],  # an eighth of 2 x 4 x 7 tokens, or half a pass of every rank
+)
+def test_a_part_of_a_streamed_step_fills_half_a_pass_or_is_an_eighth_of_it(
+    planned: Any, tokens: int, ranks: int, least: int
+) -> None:
+    plan = planned("algorithm.group_size=4", "algorithm.loss_aggregation=token_mean")
+    policy: Any = SimpleNamespace(budget=Budget(tokens), mesh=Mesh(ranks))
+    assert make_stream(plan, policy) == Stream("token_mean", 7, expected=28.0, least=least)
+    by_sequence = planned("algorithm.group_size=4", "algorithm.loss_aggregation=sequence_mean")
+    assert make_stream(by_sequence, policy).expected == 8  # completions
 
 
 def test_rollout_workers_begin_while_models_and_engines_do(planned: Any, tmp_path: Path) -> None:
