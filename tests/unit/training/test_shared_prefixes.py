@@ -1,5 +1,6 @@
 """Prompts that a pass computes once: the same numbers and gradients as with every sequence computed whole."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.letters import letters_command, rows_of
 from tests.support.stored import store_samples
 from tests.support.tiny import make_samples, make_tiny_mixture
 from trueline.algorithms.loss_aggregation import set_weights
+from trueline.cli import main
 from trueline.config.algorithm import PRESETS, AlgorithmConfig
 from trueline.config.model import LoraConfig, ModelConfig, PolicyTrainingConfig, RanksConfig, TrainingConfig
 from trueline.config.supervised import PreferenceConfig, RewardModelConfig
@@ -160,6 +163,22 @@ def test_a_model_that_shares_wrongly_computes_sequences_whole(
     group.accumulate(minibatch(), "sft", LossSettings())
     assert [one.code for one in found] == ["prefixes_differ"] and group.sharing is False
     assert "policy: sequences whose common prefix" in found[0].what
+
+
+@pytest.mark.parametrize("verb", ["grpo", "dpo"])
+def test_a_run_tells_that_its_model_shares_wrongly(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Shared, "rows", lambda self, places: (self.row_of[places] - 1).clamp(0))
+    replies = {} if verb == "grpo" else {"chosen": "abc", "rejected": "12"}
+    rows = [{"prompt": f"{number}: " + "which letters? " * 4, **replies} for number in range(8)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = letters_command(tmp_path, verb, f"data.path={tmp_path}/long.jsonl", "training.learning_rate=1e-3")
+    if verb == "dpo":
+        at = words.index("--reward")
+        words = [word for word in words[:at] + words[at + 2 :] if not word.startswith(("prompts_", "rollout."))]
+    assert main([*words, *(["steps=2"] if verb == "grpo" else ["samples_per_step=4"])]) == 0
+    found = [json.loads(line) for line in (tmp_path / "run" / "findings.jsonl").read_text().splitlines()]
+    assert sum(one["code"] == "prefixes_differ" for one in found) >= 1
+    assert not any("speed/shared_prefixes" in row for row in rows_of(tmp_path))
 
 
 def test_what_cannot_share_does_not(model_folder: Path) -> None:
