@@ -90,6 +90,8 @@ class RolloutConfig(SamplingControls):
     """KV cache of an engine that runs on a CPU, in GiB."""
     cuda_graphs: bool = True
     """Capture CUDA graphs on GPUs: slower start, faster sampling."""
+    lean_logprobs: bool | Literal["auto"] = "auto"
+    """Keep the log-probs of vLLM's tokens on the device until a request ends. auto: on GPUs, with one device each."""
 
 
 class ResolvedRollout(RolloutConfig):
@@ -101,6 +103,7 @@ class ResolvedRollout(RolloutConfig):
     max_prompt_tokens: int
     seeded: bool = True
     workers: int = 0
+    lean_logprobs: bool = False
 
     def longest(self) -> int:
         """Return the tokens of the longest possible sequence."""

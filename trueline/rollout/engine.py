@@ -164,7 +164,7 @@ class Received(NamedTuple):
 class WeightSink(Protocol):
     """An engine that takes new weights while it runs. Which of PROOFS it has, its row of the table declares."""
 
-    remark: str = ""  # how the engine does something in another way than it should
+    remark: str = ""  # why log-probs are not kept as rollout.lean_logprobs wants
 
     async def halt(self, mode: str, tokens: list[int]) -> None:
         """Pause, and cache a block that begins with `tokens`, if there are any: after an update it must be gone."""
