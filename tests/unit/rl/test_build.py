@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from trueline.config.rl import RLConfig
+from trueline.monitoring.ledger import Ledger
 from trueline.monitoring.run_folder import RunFolder
 from trueline.plan.rl import RLPlan, plan_rl
 from trueline.rl.build import begin_models, make_evaluator, make_rollouts, sync_plan, wait_for_models, warn_without_mps
-from trueline.rollout.ledger import Ledger
 from trueline.rollout.pool import EnginePool
 from trueline.runs.processes import Sampling, open_sampling
 from trueline.runs.rollout_workers import RolloutWorkers, WorkerSampler
