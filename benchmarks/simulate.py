@@ -35,10 +35,10 @@ from random_model import make_parser, write_result
 from trueline.data.loader import Order
 from trueline.data.types import INTERRUPTED, Completion, Prompt, Trajectory
 from trueline.environments.base import Environment
+from trueline.monitoring.ledger import Ledger
 from trueline.rollout.engine import RolloutEngine, SamplingParams
 from trueline.rollout.failures import EngineLost, FailureBudget
 from trueline.rollout.groups import Group, GroupSampler, SamplerSpec
-from trueline.rollout.ledger import Ledger
 from trueline.rollout.pool import EnginePool, RolloutKey
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
 from trueline.runtime.actors import ActorDeath, RayActor

@@ -154,7 +154,8 @@ def resolve_rollout(
     within = np.asarray(lengths)[np.asarray(lengths) <= room]
     longest = int(within.max(initial=1)) if len(within) else room
     needed = max(math.ceil(longest / PROMPT_STEP) * PROMPT_STEP, context - tokens)
-    slow_seeds = gpus > 0 and ROLLOUT_ENGINES[rollout.engine].slow_seeds
+    row = ROLLOUT_ENGINES[rollout.engine]
+    slow_seeds = gpus > 0 and row.slow_seeds
     values = {
         "engines": engines,
         "seeded": not slow_seeds if rollout.seeded is None else rollout.seeded,
@@ -163,6 +164,7 @@ def resolve_rollout(
         "max_new_tokens": tokens,
         "max_prompt_tokens": rollout.max_prompt_tokens or min(needed, room),
         "workers": rollout.workers or 0,
+        "lean_logprobs": row.lean_logprobs and rollout.lean_logprobs,
     }
     return ResolvedRollout.parse(rollout.model_dump() | values)
 

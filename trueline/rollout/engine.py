@@ -54,6 +54,7 @@ class EngineSpec:
     cache_bytes: int = 0  # of its KV cache on each GPU; 0: measured by the engine
     experts: bool = False  # it returns the experts of each token
     structured: bool = False  # requests may have a structure, for which it loads the tokenizer
+    lean_logprobs: bool = False  # keep log-probs on the device until a request ends
 
 
 Request = tuple[str, SamplingParams]  # its name, and how it is sampled
@@ -157,10 +158,13 @@ class Received(NamedTuple):
     prints: list[list[int]]  # of each process, for each bucket
     sums: list[dict[str, int]]  # of each process, by weight, if they were wanted
     seconds: float  # of receiving alone
+    remark: str = ""  # the engine's
 
 
 class WeightSink(Protocol):
     """An engine that takes new weights while it runs. Which of PROOFS it has, its row of the table declares."""
+
+    remark: str = ""  # why log-probs are not kept as rollout.lean_logprobs wants
 
     async def halt(self, mode: str, tokens: list[int]) -> None:
         """Pause, and cache a block that begins with `tokens`, if there are any: after an update it must be gone."""
@@ -173,7 +177,7 @@ class WeightSink(Protocol):
         begun = time.perf_counter()
         prints = await self.receive(buckets, version)
         seconds = time.perf_counter() - begun
-        return Received(prints, await self.bit_sums(summed) if summed else [], seconds)
+        return Received(prints, await self.bit_sums(summed) if summed else [], seconds, self.remark)
 
     async def show(self, tokens: list[int], cached: bool) -> tuple[int, list[float]]:
         """Return what `cached_tokens`, if it is wanted, and `score` tell of the tokens."""

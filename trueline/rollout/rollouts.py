@@ -15,6 +15,7 @@ from trueline.config.base import ConfigError
 from trueline.data.loader import Mixture, Order
 from trueline.data.prompts import PromptTooLong
 from trueline.data.types import Outcome, Prompt
+from trueline.monitoring.ledger import Ledger
 from trueline.rollout.failures import (
     SMALLEST_WINDOW,
     EngineLost,
@@ -24,7 +25,6 @@ from trueline.rollout.failures import (
     UnusableData,
 )
 from trueline.rollout.groups import Sampler
-from trueline.rollout.ledger import Ledger
 from trueline.rollout.summary import Episode, SampledGroup
 from trueline.runtime.event_loop import EventLoop
 

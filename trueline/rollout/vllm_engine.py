@@ -35,6 +35,7 @@ from trueline.rollout.engine import (
     sample_in_parts,
 )
 from trueline.rollout.engines import ADAPTER_RANKS
+from trueline.rollout.vllm_logprobs import Ended, Trust
 from trueline.rollout.vllm_receiver import ADAPTER, PlainBucket
 from trueline.runtime.actors import Given, Result
 from trueline.runtime.fingerprints import Holding
@@ -74,6 +75,7 @@ class VllmEngine(RolloutEngine):
         self.idle = asyncio.Event()
         self.idle.set()
         self.waiting: dict[str, Future[Any]] = {}
+        self.names: dict[str, str] = {}  # of requests in vLLM's workers
         self.thread = StepThread(self._step, self._fail_waiting)
         options = EngineArgs(**engine_options(spec, on_gpu))
         if self.workers == 1:
@@ -83,6 +85,22 @@ class VllmEngine(RolloutEngine):
         logging.getLogger("vllm").setLevel(logging.WARNING)  # the start alone is of interest
         if self.workers > 1:
             self.llm.model_executor.register_failure_callback(end_process)
+        obstacle = self._keep_logprobs() if spec.lean_logprobs else "rollout.lean_logprobs=false"
+        self.keeps_logprobs, self.trust = not obstacle, Trust(obstacle)
+        if spec.lean_logprobs:
+            self._tell_doubt()
+
+    def _keep_logprobs(self) -> str:
+        """Let vLLM's worker keep log-probs; return why it cannot, or nothing."""
+        if self.workers > 1:
+            return f"rollout.tensor_parallel={self.workers} has several workers"
+        reasons: list[str] = self.thread.call(self.llm.collective_rpc, "keep_logprobs").result()
+        return reasons[0]
+
+    def _tell_doubt(self) -> None:
+        if self.trust.doubt and not self.remark:
+            self.remark = f"vLLM is asked for the log-prob of every token, because {self.trust.doubt}"
+            logging.getLogger(__name__).warning(self.remark)
 
     async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         return await sample_in_parts(self._sample, tokens, params, request, lambda: self.keeps)
@@ -98,19 +116,33 @@ class VllmEngine(RolloutEngine):
             stop_token_ids=list(params.stop_tokens),
             seed=params.seed,
             structured_outputs=vllm_structure(params.structure),
-            logprobs=0,
+            logprobs=None if self.trust.covers(params) else 0,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._run(tokens, settings, request)
         completion, cached = output.outputs[0], output.num_cached_tokens or 0
-        chosen, sampled = list(completion.token_ids), completion.logprobs
-        assert sampled.token_ids == chosen, "vLLM gives log-probs of other tokens than those it sampled"
+        chosen = list(completion.token_ids)
+        logprobs = self._kept_logprobs(output) if settings.logprobs is None else self._own_logprobs(output, params)
         reason = INTERRUPTED if completion.finish_reason == "abort" else str(completion.finish_reason)
         wanted = self.returns_experts and params.experts and chosen
         experts = check_experts(completion.routed_experts, len(tokens) + len(chosen)) if wanted else NO_EXPERTS
-        return Completion.of(chosen, sampled.logprobs, self.version, reason, cached, experts=experts)
+        return Completion.of(chosen, logprobs, self.version, reason, cached, experts=experts)
+
+    def _kept_logprobs(self, output: Any) -> list[float]:
+        kept, sampled = len(output.kept), len(output.outputs[0].token_ids)
+        assert kept == sampled, f"the log-probs of {kept} tokens were kept instead of {sampled}"
+        return list(output.kept)
+
+    def _own_logprobs(self, output: Any, params: SamplingParams) -> list[float]:
+        """Return vLLM's log-probs, and compare those that were kept with them."""
+        chosen, sampled = list(output.outputs[0].token_ids), output.outputs[0].logprobs
+        assert sampled.token_ids == chosen, "vLLM gives log-probs of other tokens than those it sampled"
+        if not self.trust.doubt:
+            self.trust.compare(params, sampled.logprobs, output.kept)
+            self._tell_doubt()
+        return list(sampled.logprobs)
 
     async def score(self, tokens: list[int]) -> list[float]:
         output = await self._run(tokens, one_token(prompt_logprobs=0), f"score-{self.version}", paused=True)
@@ -124,11 +156,10 @@ class VllmEngine(RolloutEngine):
         done = self.waiting[request] = Future[Any]()
         try:
             prompt = TokensPrompt(prompt_token_ids=tokens)
-            add = partial(self.llm.add_request, request, prompt, settings, lora_request=self.adapter)
-            self.thread.begin(partial(self._guard, add), done)
+            self.thread.begin(partial(self._guard, partial(self._add, request, prompt, settings)), done)
             return await asyncio.wrap_future(done)
         except asyncio.CancelledError:
-            await self._call(self.llm.abort_request, [request])
+            await self._call(self._drop, request)
             raise
         finally:
             if self.waiting.get(request) is done:  # a new request may have the same name
@@ -136,6 +167,20 @@ class VllmEngine(RolloutEngine):
             self.running -= 1
             if not self.running:
                 self.idle.set()
+
+    def _add(self, request: str, prompt: TokensPrompt, settings: VllmParams) -> None:
+        name = self.llm.add_request(request, prompt, settings, lora_request=self.adapter)
+        if self.keeps_logprobs:
+            self.names[request] = name
+
+    def _drop(self, request: str) -> None:
+        self.llm.abort_request([request])
+        if name := self.names.pop(request, ""):
+            self._take_logprobs([(name, 0, 0)])
+
+    def _take_logprobs(self, ended: list[Ended]) -> list[list[float]]:
+        found: list[list[list[float]]] = self.llm.collective_rpc("take_logprobs", args=(ended,))
+        return found[0]
 
     async def _call(self, method: Callable[Given, Result], *args: Given.args, **named: Given.kwargs) -> Result:
         """Make a call in vLLM's thread, after the current step."""
@@ -159,16 +204,21 @@ class VllmEngine(RolloutEngine):
         """Step once, in vLLM's thread; return whether there is more to do."""
         if not self.waiting or not self.llm.has_unfinished_requests():
             return False
-        for output in self._guard(self.llm.step):
-            if output.finished:
-                self._deliver(output)
+        if ended := [output for output in self._guard(self.llm.step) if output.finished]:
+            self._deliver(ended)
         WORK.move()
         return True
 
-    def _deliver(self, output: Any) -> None:
-        done = self.waiting.get(output.request_id)
-        if done is not None and claim(done):
-            done.set_result(output)
+    def _deliver(self, outputs: list[Any]) -> None:
+        """Hand requests that end together back, with the log-probs that were kept of them."""
+        if self.keeps_logprobs:
+            ended = [(self.names.pop(one.request_id, ""), *lengths_of(one)) for one in outputs]
+            for output, kept in zip(outputs, self._take_logprobs(ended), strict=True):
+                output.kept = kept
+        for output in outputs:
+            done = self.waiting.get(output.request_id)
+            if done is not None and claim(done):
+                done.set_result(output)
 
     def _fail_waiting(self, error: BaseException) -> None:
         """Pass an error that ended a step to all waiting requests."""
@@ -189,8 +239,7 @@ class VllmEngine(RolloutEngine):
         states = list(self.llm.output_processor.request_states.values())
         outputs = [state.make_request_output([], None, FinishReason.ABORT, None) for state in states]
         self.llm.abort_request([state.external_req_id for state in states])
-        for output in outputs:
-            self._deliver(output)
+        self._deliver(outputs)
 
     async def resume(self) -> None:
         self.open.set()
@@ -260,6 +309,11 @@ def import_model(spec: EngineSpec) -> None:
     for name in settings.architectures or ():
         if (known := ModelRegistry.models.get(name)) is not None:
             ModelRegistry.register_model(name, known.load_model_cls())
+
+
+def lengths_of(output: Any) -> tuple[int, int]:
+    """Return the tokens of a request's prompt, and how many were sampled."""
+    return len(output.prompt_token_ids), len(output.outputs[0].token_ids)
 
 
 def one_token(**settings: Any) -> VllmParams:

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_layer
 
+from trueline.rollout.vllm_logprobs import Ended, LogprobStore, keep_logprobs
 from trueline.runtime import fingerprints, transport
 from trueline.runtime.fingerprints import ADAPTERS, Holding, as_numbers
 
@@ -55,6 +56,7 @@ class WeightReceiver:
     model_config: Any
     model_runner: Any
     channel: transport.Channel
+    logprob_store: LogprobStore
     in_place: bool | None = None  # vLLM's loaders may write to the weights that it computes with; None: not tried
 
     def join_trainer(self, plain: list[Any], first_rank: int) -> str:
@@ -164,6 +166,17 @@ class WeightReceiver:
             bits = as_numbers(fingerprints.bit_sum(tensor.to(wire)) for tensor in held)
             sums[ADAPTERS] = fingerprints.wrap_int64(sum(bits))
         return sums
+
+    def keep_logprobs(self) -> str:
+        """Keep the log-probs of sampled tokens here; return why that cannot be, or nothing."""
+        found = keep_logprobs(self.model_runner, self.vllm_config)
+        if isinstance(found, LogprobStore):
+            self.logprob_store = found
+            return ""
+        return found
+
+    def take_logprobs(self, ended: list[Ended]) -> list[list[float]]:
+        return self.logprob_store.take(ended)
 
     def scramble_weights(self) -> None:
         fingerprints.scramble(self.model_runner.get_model())

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from trueline.config.base import ConfigError, Tree
 from trueline.data.loader import changes
+from trueline.monitoring.ledger import Ledger, Row
 from trueline.monitoring.progress import Progress
-from trueline.rollout.ledger import Ledger, Row
 from trueline.runtime.actors import ActorFailure
 from trueline.training.checkpoints import Checkpoints
 

@@ -19,7 +19,7 @@ cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
 sys.exit(cuda.cuInit(0) or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
 """
 # Ends the service when its standard input closes: with the run, also with one that is killed.
-GUARD = f'cat > /dev/null; echo "quit -t 1" | {CONTROL}; rm -rf "${PIPES}"'
+GUARD = f'exec > /dev/null 2>&1; cat; echo "quit -t 1" | {CONTROL}; rm -rf "${PIPES}"'
 
 
 def is_installed() -> bool:
@@ -34,8 +34,8 @@ def service(logs: Path) -> Iterator[dict[str, str]]:
     folder.mkdir(parents=True, exist_ok=True)
     own = {PIPES: str(pipes), LOGS: str(folder)}
     # A session of its own, so that neither Ctrl-C nor a signal to the run's processes reaches it.
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-    guard = subprocess.Popen(["/bin/sh", "-c", GUARD], stdin=subprocess.PIPE, env=os.environ | own, **quiet)
+    command = ["/bin/sh", "-c", GUARD]
+    guard = subprocess.Popen(command, stdin=subprocess.PIPE, env=os.environ | own, start_new_session=True)
     try:
         yield own if succeeds(own, CONTROL, "-d") and succeeds(own, sys.executable, "-c", CLIENT) else {}
     finally:

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trueline.config.rl import SyncConfig
 from trueline.data.types import Sample
+from trueline.monitoring.findings import WATCH, Finding
 from trueline.rollout.engine import PROOFS, Received, RolloutEngine
 from trueline.rollout.pool import SILENCE, EnginePool
 from trueline.runtime.actors import AsyncMethod, Given, Pending, Result, wait_all
@@ -85,6 +86,7 @@ class WeightSync:
         specs = policy.call(Worker.weight_specs, plan.dtype)[0]
         self.bytes = sum(spec.nbytes() for spec in specs)
         self.buckets: list[Bucket] = plan_buckets(specs, config.bucket_mib * 2**20)
+        self.told: set[str] = set()  # remarks of engines
         self.proof: EngineProof | None = None  # known after `verify_initial_sync`
         if self.transport != "local":
             self._connect()
@@ -248,7 +250,16 @@ class WeightSync:
                         f"process {process} of engine {engine} received other weights than the trainer's (among "
                         f"{names[0]} to {names[-1]})"
                     )
+        self._tell(found.remark for found in received)
         return received
+
+    def _tell(self, remarks: Iterable[str]) -> None:
+        """Report each remark of an engine once."""
+        for remark in dict.fromkeys(filter(None, remarks)):
+            if remark not in self.told:
+                self.told.add(remark)
+                key = "rollout.lean_logprobs"
+                self.policy.report(Finding(WATCH, "plain_logprobs", remark, f"set {key}=false", key))
 
     def verify(self) -> dict[str, float]:
         """Check and resume engines, which must be fully awake, and compare their log-probs with the trainer's."""

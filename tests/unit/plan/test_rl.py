@@ -591,6 +591,22 @@ def test_weights_travel_through_what_models_and_engines_share(elsewhere: Any) ->
 
 
 @pytest.mark.parametrize(
+    ("gpus", "words", "lean"),
+    [
+        (1, [], False),
+        (0, ["rollout.lean_logprobs=true"], True),
+        (1, ["rollout.lean_logprobs=true"], True),
+        (1, ["rollout.lean_logprobs=true", "rollout.engine=hf"], False),
+    ],
+)
+def test_log_probs_stay_on_the_device_on_request(elsewhere: Any, gpus: int, words: list[str], lean: bool) -> None:
+    plan = elsewhere(24, *words, gpus=gpus)
+    assert plan.rollout.lean_logprobs is plan.config.rollout.lean_logprobs is lean
+    specs = engine_specs(plan.config.model, plan.rollout, plan.layout, 0)
+    assert {spec.lean_logprobs for spec in specs} == {lean}
+
+
+@pytest.mark.parametrize(
     ("gpus", "words", "seeded"),
     [(0, [], True), (1, [], False), (1, ["rollout.engine=hf"], True), (1, ["rollout.seeded=true"], True)],
 )

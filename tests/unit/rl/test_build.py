@@ -10,6 +10,7 @@ import pytest
 from trueline.config.rl import RLConfig
 from trueline.data.batching import Budget
 from trueline.models.ring_attention import Mesh
+from trueline.monitoring.ledger import Ledger
 from trueline.monitoring.run_folder import RunFolder
 from trueline.plan.rl import RLPlan, plan_rl
 from trueline.rl.build import (
@@ -22,7 +23,6 @@ from trueline.rl.build import (
     warn_without_mps,
 )
 from trueline.rl.streaming import Stream
-from trueline.rollout.ledger import Ledger
 from trueline.rollout.pool import EnginePool
 from trueline.runs.processes import Sampling, open_sampling
 from trueline.runs.rollout_workers import RolloutWorkers, WorkerSampler

@@ -9,12 +9,12 @@ from trueline.config.reward import RewardPartConfig
 from trueline.config.rl import EvaluationConfig
 from trueline.data.loader import Order
 from trueline.environments.single_turn import SingleTurn
+from trueline.monitoring.ledger import Ledger
 from trueline.rewards.combined import CombinedReward
 from trueline.rollout.episode import Episodes
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import FailureBudget
 from trueline.rollout.groups import GroupSampler, SamplerSpec, sample_each
-from trueline.rollout.ledger import Ledger
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
 from trueline.runtime.actors import ActorFailure
 from trueline.runtime.event_loop import EventLoop

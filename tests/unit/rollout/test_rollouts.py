@@ -20,13 +20,13 @@ from trueline.data.loader import Order
 from trueline.data.types import INTERRUPTED, Completion, Outcome, Prompt
 from trueline.environments.base import Environment, EpisodeResult, Policy, Structure
 from trueline.environments.single_turn import SingleTurn
+from trueline.monitoring.ledger import Ledger, LedgerFailure
 from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout, RewardUnreachable
 from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import SamplingParams, derive_seed, sample_in_parts
 from trueline.rollout.episode import Episodes
 from trueline.rollout.failures import EngineCrashLoop, EngineLost, FailureBudget, NothingToLearn, RolloutFailure
 from trueline.rollout.groups import GroupSampler, SamplerSpec
-from trueline.rollout.ledger import Ledger, LedgerFailure
 from trueline.rollout.pool import EnginePool, RolloutKey, load_metrics
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
 from trueline.rollout.session import EpisodeLimits

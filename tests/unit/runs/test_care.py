@@ -11,10 +11,10 @@ from rich.console import Console
 from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
 from trueline.config.run import CheckpointConfig, MonitoringConfig, RunConfig
+from trueline.monitoring.ledger import Ledger
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.trackers import Tracker
-from trueline.rollout.ledger import Ledger
 from trueline.runs.guard import TrainingFailure
 from trueline.runs.interrupts import Interrupts
 from trueline.runs.launch import with_lower_rates

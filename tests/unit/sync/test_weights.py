@@ -23,6 +23,7 @@ from trueline.config.model import LoraConfig, ModelConfig, TrainingConfig
 from trueline.config.rl import SyncConfig
 from trueline.models.lora import is_adapter
 from trueline.models.weight_names import Named
+from trueline.monitoring.findings import WATCH, Finding
 from trueline.rollout.engine import PROOFS, EngineSpec
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.rollout.hf_engine import HFEngine
@@ -233,6 +234,21 @@ def test_weights_of_zeros_that_processes_divide_are_counted_in_each(tmp_path: Pa
     pool.actors[0].target.model.get_input_embeddings().weight.data[0, 0] += 1  # type: ignore[attr-defined]
     with pytest.raises(SyncFailure, match="engine 0 holds other weights than the trainer"):
         sync.proof.check_sum(*sync._bits())
+
+
+class Remarking(HFEngine):
+    remark = "it goes another way"
+
+
+def test_the_remark_of_engines_is_reported_once(model_folder: Path, loop: EventLoop) -> None:
+    policy, pool = make_policy(model_folder), make_pool(model_folder, HFEngine, Remarking, Remarking)
+    found: list[Finding] = []
+    policy.report = found.append
+    sync = make_sync(policy, pool, loop)
+    for version in range(2):
+        sync.publish(version)
+        sync.verify()
+    assert [(one.level, one.code, one.what) for one in found] == [(WATCH, "plain_logprobs", Remarking.remark)]
 
 
 def test_where_nccl_forms_no_group_weights_go_by_gloo_and_the_run_says_so(model_folder: Path, loop: EventLoop) -> None:
