@@ -44,9 +44,8 @@ class DataRow:
     question: int = field(init=False)  # equal in rows with the same prompt; of a text without a prompt, all of it
 
     def __post_init__(self) -> None:
-        self.question = hash(
-            (repr(self.asked or self.completions), self.pictures)
-        )  # a hash, because there may be many rows
+        # A hash, because there may be many rows.
+        self.question = hash((repr(self.asked or self.completions), self.pictures))
 
     def text(self) -> str:
         return content_of(self.asked[-1]) if self.asked else ""
