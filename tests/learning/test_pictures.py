@@ -57,7 +57,9 @@ def first_letters(folder: Path) -> str:
 @pytest.mark.parametrize("verb", ["sft", "dpo", "simpo", "kto"])
 def test_a_task_learns_from_pictures(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path, verb) == 0
-    assert "duplicate" not in capsys.readouterr().out  # rows with the same words, and other pictures
+    said = capsys.readouterr().out
+    assert f"({ROWS} with pictures)" in said
+    assert "duplicate" not in said  # rows have the same words, and other pictures
     first, last = losses(tmp_path, verb)
     assert last < 0.9 * first
     saved = tmp_path / verb / "checkpoints" / f"step_{STEPS:06d}" / "model"

@@ -310,7 +310,7 @@ def auto_class(settings: Any, head: str) -> Any:
     """Return the class of Transformers that loads a model with this head."""
     import transformers  # noqa: PLC0415
 
-    reads_pictures = head == "language" and settings.model_type in vision.FAMILIES
+    reads_pictures = head == "language" and settings.model_type in vision.VISION_FAMILIES
     return getattr(transformers, vision.CLASS if reads_pictures else CLASSES[head])
 
 
@@ -318,7 +318,7 @@ def turn_off_dropout(settings: Any) -> None:
     for name, value in settings.to_dict().items():
         if isinstance(value, float) and ("dropout" in name or "jitter" in name or name.endswith("pdrop")):
             setattr(settings, name, 0.0)
-    if settings.model_type in vision.FAMILIES:
+    if settings.model_type in vision.VISION_FAMILIES:
         for part in (settings.text_config, settings.vision_config):
             turn_off_dropout(part)
 

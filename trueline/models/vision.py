@@ -37,7 +37,7 @@ class Family:
     axis: int  # of pixel arrays, along which pictures lie
 
 
-FAMILIES = {  # by model_type in config.json
+VISION_FAMILIES = {  # by model_type in config.json
     **dict.fromkeys(("idefics3", "smolvlm"), Family("model.vision_model.", "model.connector.", axis=1)),
     "llava": Family("model.vision_tower.", "model.multi_modal_projector.", axis=0),
 }
@@ -53,17 +53,17 @@ def blindness(family: str) -> str:
     if not family:
         return "reads only text"
     known = OBSTACLES.get(family, "a layout of pixels that is not known here")
-    return "" if family in FAMILIES else f"is of the family {family}, which has {known}"
+    return "" if family in VISION_FAMILIES else f"is of the family {family}, which has {known}"
 
 
 def check_vision(named: str, config: ModelConfig, family: str, head: str) -> None:
     """Refuse what cannot be trained of a model with a vision tower, or asks for one that is not there."""
-    if config.train_vision != "none" and family not in FAMILIES:
+    if config.train_vision != "none" and family not in VISION_FAMILIES:
         raise ConfigError(
             f"model.train_vision={config.train_vision}: {named} {blindness(family)}: leave it out",
             key="model.train_vision",
         )
-    if family not in FAMILIES:
+    if family not in VISION_FAMILIES:
         return
     if head != "language":
         raise ConfigError(f"{named} is a vision-language model, which has no scoring head: name a language model")
@@ -80,13 +80,13 @@ def check_vision(named: str, config: ModelConfig, family: str, head: str) -> Non
 
 def with_tower(attention: str, settings: Any) -> str | dict[str, str]:
     """Return an implementation of attention for the language model; a tower, which reads no text, has its own."""
-    pictured = settings.model_type in FAMILIES
+    pictured = settings.model_type in VISION_FAMILIES
     return {"text_config": attention, "vision_config": "sdpa"} if pictured else attention
 
 
 def freeze(model: Any, trained: str) -> None:
     """Freeze the vision tower, and the projector too if `trained` is none."""
-    if (family := FAMILIES.get(model.config.model_type)) is None:
+    if (family := VISION_FAMILIES.get(model.config.model_type)) is None:
         return
     frozen = {"none": (family.tower, family.projector), "projector": (family.tower,), "all": ()}[trained]
     for name, parameter in model.named_parameters():
@@ -96,7 +96,7 @@ def freeze(model: Any, trained: str) -> None:
 
 def vision_layers(kind: str) -> str | None:
     """Return a pattern of all layers of a family's tower and projector."""
-    if (family := FAMILIES.get(kind)) is None:
+    if (family := VISION_FAMILIES.get(kind)) is None:
         return None
     return rf"({re.escape(family.tower)}|{re.escape(family.projector)}).*"
 
@@ -174,7 +174,7 @@ def load_vision(config: ModelConfig) -> Vision | None:
 
     trusted = config.trust_remote_code
     kind = family_of(AutoConfig.from_pretrained(config.path, trust_remote_code=trusted))
-    if kind not in FAMILIES:
+    if kind not in VISION_FAMILIES:
         return None
     try:
         processor = AutoProcessor.from_pretrained(config.path, trust_remote_code=trusted)
@@ -182,4 +182,4 @@ def load_vision(config: ModelConfig) -> Vision | None:
         raise ConfigError(f"model.path={config.path}: cannot load its processor ({first_line(error)})") from error
     if not isinstance(processor, ProcessorMixin):
         raise ConfigError(f"model.path={config.path}: no processor (processor_config.json): save it in the folder")
-    return Vision(processor, FAMILIES[kind])
+    return Vision(processor, VISION_FAMILIES[kind])

@@ -13,7 +13,7 @@ from trueline.data.chat import ChatFormat
 from trueline.data.loader import fingerprint
 from trueline.data.pictures import TRAINED_BY
 from trueline.models.loading import ModelFacts, check_model, load_chat
-from trueline.models.vision import FAMILIES
+from trueline.models.vision import VISION_FAMILIES
 from trueline.monitoring.findings import Finding
 from trueline.plan.findings import find
 from trueline.plan.inputs import Reading
@@ -108,7 +108,7 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tu
 def check_vision_run(config: SupervisedConfig, facts: ModelFacts) -> None:
     """Refuse what a run with a vision-language model cannot do."""
     named = f"model.path={config.model.path}"
-    if facts.family not in FAMILIES:
+    if facts.family not in VISION_FAMILIES:
         return
     if isinstance(config, DistillRunConfig):
         raise ConfigError(f"{named} is a vision-language model, which only {TRAINED_BY} train: name a language model")

@@ -22,7 +22,7 @@ from trueline.data.sources import open_source
 from trueline.data.types import Sample
 from trueline.models.head import load_teacher
 from trueline.models.loading import load_settings
-from trueline.models.vision import FAMILIES, blindness
+from trueline.models.vision import VISION_FAMILIES, blindness
 
 Records = list[Any]
 
@@ -194,6 +194,8 @@ def encode_sources(
         seen = ({"picture": sha256(picture.data).hexdigest()} for picture in pictures_of(records))
         digests.append(digest_rows(chain((located.row for located in rows), seen)))
     counts = {name: sum(one.counts.get(name, 0) for one in encodings) for one in encodings for name in one.counts}
+    if shown := sum(bool(pictures_of([record])) for record in everything):
+        counts["with pictures"] = shown
     dataset = Dataset(
         task=task,
         samples=[sample for one in encodings for sample in one.samples],
@@ -218,7 +220,7 @@ def check_pictures(records: Records, chat: ChatFormat, config: SupervisedConfig)
     why = blindness(load_settings(config.model)["family"])
     raise ConfigError(
         f"{place} has pictures, but model.path={config.model.path} {why}: remove them, or name a model of a family "
-        f"that trains on pictures ({', '.join(FAMILIES)})"
+        f"that trains on pictures ({', '.join(VISION_FAMILIES)})"
     )
 
 

@@ -55,7 +55,7 @@ def test_other_families_are_refused_by_name(family: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"^model.train_vision=all: it (is of the )?{reason}: leave it out"):
         vision.check_vision("it", ModelConfig(train_vision="all"), family, "language")
     vision.check_vision("it", ModelConfig(), family, "reward")
-    assert why and not any(map(vision.blindness, vision.FAMILIES))
+    assert why and not any(map(vision.blindness, vision.VISION_FAMILIES))
 
 
 def test_facts_tell_the_family(model: Path, tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_model_without_its_processor_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", MAKERS)
 def test_what_is_frozen(family: str, tmp_path: Path) -> None:
     folder = MAKERS[family](tmp_path)
-    layout = vision.FAMILIES[family]
+    layout = vision.VISION_FAMILIES[family]
     for trained, frozen in {
         "none": {layout.tower, layout.projector},
         "projector": {layout.tower},
