@@ -61,6 +61,7 @@ HOMES = {  # third-party library -> the files that may import it
     "mcp": r"environments/tools/mcp_servers\.py",
     "openai": r"environments/hosted\.py",
     "peft": r"models/lora\.py",
+    "PIL": r"data/pictures\.py",
     "bitsandbytes": r"models/lora\.py",
     "wandb": r"monitoring/trackers\.py",
     "mlflow": r"monitoring/trackers\.py",

@@ -17,17 +17,17 @@ from trueline.config.base import ConfigError, Tree, likeness, merge, read_tree, 
 from trueline.config.foreign_names import FOREIGN_VERBS
 from trueline.config.run import RunConfig
 from trueline.files import read_rows
-from trueline.monitoring.curves import svg_curve
 from trueline.monitoring.findings import Finding
 from trueline.monitoring.run_folder import RunFolder, default_name
 from trueline.monitoring.timing import START
 from trueline.monitoring.user_files import found_again
 from trueline.objects import Objects, is_splits, reward_section
+from trueline.report.curves import svg_curve
 from trueline.verbs import VERBS, Verb
 
 if TYPE_CHECKING:
-    from trueline.data.transcripts import LazyRows
     from trueline.doctor.table import Findings
+    from trueline.monitoring.transcripts import LazyRows
     from trueline.runs.launch import Job
 
 INTERRUPTED = 130
@@ -82,14 +82,14 @@ class Run:
     @property
     def transcripts(self) -> "LazyRows":
         """Open the transcripts, per-token numbers as arrays; a row is read on access."""
-        from trueline.data.transcripts import LazyRows, with_arrays  # noqa: PLC0415
+        from trueline.monitoring.transcripts import LazyRows, with_arrays  # noqa: PLC0415
 
         return LazyRows(RunFolder(self.folder).transcripts, read=with_arrays)
 
     @property
     def samples(self) -> "LazyRows":
         """Open the completions of `generate`, in the order of the prompts; a row is read on access."""
-        from trueline.data.transcripts import LazyRows  # noqa: PLC0415
+        from trueline.monitoring.transcripts import LazyRows  # noqa: PLC0415
 
         return LazyRows(self.folder / "samples.jsonl", key=lambda row: int(row["id"]))
 

@@ -15,6 +15,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassification
 
 from tests.support.clinic import change, diagnosed_words, make_shape
+from tests.support.pictures import make_picture, make_tiny_idefics
 from tests.support.tiny import make_tiny_model
 from tests.support.tool_calls import TOOL_TEMPLATE
 from trueline import api
@@ -38,6 +39,8 @@ ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "pairs": lambda number: {"chosen": str(number + 1), "rejected": "no"},
     "rated": lambda number: {"completion": str(number + 1), "label": number > 0},
     "steps": lambda number: {"completions": ["one more", str(number + 1)], "labels": [True, False]},
+    "pictures": lambda number: {"completion": str(number + 1), "image": "cat.png"},
+    "picture_pairs": lambda number: {"chosen": str(number + 1), "rejected": "no", "image": "cat.png"},
     "talk": lambda number: {"messages": [dict(zip(("role", "content"), turn, strict=True)) for turn in talk(number)]},
 }
 COUNT = 800  # rows
@@ -73,6 +76,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_tiny_model(folder / name, tied=True)
         change(folder / name / "config.json", max_position_embeddings=4096)
         tokenizer.save_pretrained(folder / name)
+    make_tiny_idefics(folder / "vlm")
+    make_picture(0).save(folder / "cat.png")
     scoring = AutoConfig.from_pretrained(folder / "model", num_labels=1)
     LlamaForSequenceClassification(scoring).save_pretrained(folder / "reward_model")
     change(folder / "reward_model/config.json", reward_mean=0.5, reward_std=1.0)

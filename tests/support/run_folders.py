@@ -12,10 +12,10 @@ import numpy as np
 
 from trueline.config.reward import RewardPartConfig
 from trueline.config.run import MonitoringConfig
-from trueline.data.transcripts import pack_numbers
 from trueline.monitoring.findings import Finding
 from trueline.monitoring.run_folder import HEAD, RunFolder
 from trueline.monitoring.trackers import Tracker
+from trueline.monitoring.transcripts import pack_numbers
 from trueline.rewards.replay import write_failure
 from trueline.rl.transcripts import MOST_TOKENS
 

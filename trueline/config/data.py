@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from trueline.config.base import Config
 
@@ -77,6 +77,8 @@ class DataConfig(SourceConfig):
     """Column with the label of a completion, or with labels of its steps. null: label or labels."""
     text_column: str | None = None
     """Column with plain text for continued pre-training. null: text."""
+    max_pixels: int = Field(1_048_576, ge=1)
+    """Most pixels of a picture; a larger one is made smaller when it is read, in proportion."""
     too_long: Literal["error", "truncate", "drop"] = "error"
     """For rows above max_tokens. error: stop and name the row. truncate (on the right) and drop: rows are counted."""
     step_separator: str = "\n"

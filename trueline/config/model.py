@@ -77,6 +77,8 @@ class ModelConfig(Config):
     """Ranks that share each layer's matrices (DeepSpeed AutoTP)."""
     context_parallel: int = Field(1, ge=1)
     """Ranks that share each sequence (ring attention), for contexts too long for one device."""
+    train_vision: Literal["none", "projector", "all"] = "none"
+    """Of a vision-language model, train besides the language model: none, the projector, or all, the tower too."""
     lora: LoraConfig = LoraConfig()
 
     def width(self) -> int:

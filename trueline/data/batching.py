@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trueline.data.pictures import Picture
 from trueline.data.types import UNKNOWN_EXPERT, Batch, Kin, Repeat, to_device
 
 FILLER = -1  # in a plan: a sample of weight zero, so that all ranks run the same number of passes
@@ -236,6 +237,8 @@ class SampleReader(Protocol):
     def part(self, name: str, at: int) -> np.ndarray:
         """Return a field of one sample, [T, ...]."""
 
+    def pictures_of(self, at: int) -> tuple[Picture, ...]: ...
+
 
 def collate(samples: SampleReader, micro_batch: MicroBatch, device: torch.device, *, experts: bool = True) -> Batch:
     """Concatenate the samples of a micro-batch, with or without the engine's experts."""
@@ -265,6 +268,8 @@ def collate(samples: SampleReader, micro_batch: MicroBatch, device: torch.device
     )
     if samples.shares_prefixes and FILLER not in micro_batch:
         batch.repeats = find_repeats([samples.part("tokens", at) for at in micro_batch])
+    pictures = [() if at == FILLER else samples.pictures_of(at) for at in micro_batch]
+    batch.pictures = pictures if any(pictures) else []
     for name, tensor in fields.items():
         setattr(batch, name, tensor)
     return batch

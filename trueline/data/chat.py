@@ -7,7 +7,8 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from trueline.config.base import ConfigError
-from trueline.data.messages import Message, Tool, called_functions, content_of
+from trueline.data.messages import Message, Tool, called_functions, content_of, texts_of
+from trueline.data.pictures import Picture, PictureTokens, count_placeholders
 from trueline.data.template import (
     END_OF_THOUGHT,
     MARK,
@@ -31,6 +32,7 @@ MOST_BEGUN = 256
 class Encoded:
     tokens: list[int]
     mask: list[bool]  # True on the tokens to learn
+    pictures: tuple[Picture, ...] = ()  # that its image tokens stand for
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class OpenPrompt:
 
 class ChatFormat:
     """A tokenizer, its chat template if that is used, and the tokens that end a completion."""
+
+    vision: PictureTokens | None = None  # of a model that reads pictures
 
     def __init__(
         self,
@@ -94,6 +98,7 @@ class ChatFormat:
         name = repr(sorted(merged.items()))
         if name not in self.variants:
             self.variants[name] = ChatFormat(self.tokenizer, self.templated, self.stop_ids, merged)
+            self.variants[name].vision = self.vision
         return self.variants[name]
 
     def begin(self, messages: list[Message], tools: Sequence[Tool] = ()) -> OpenPrompt:
@@ -277,7 +282,12 @@ class ChatFormat:
         return any_of(self.tokenizer.decode([token], skip_special_tokens=False) for token in self.stop_ids)
 
     def encode(
-        self, messages: list[Message], learn: Learn, start: int = 0, tools: Sequence[Tool] = ()
+        self,
+        messages: list[Message],
+        learn: Learn,
+        start: int = 0,
+        tools: Sequence[Tool] = (),
+        pictures: Sequence[Picture] = (),
     ) -> list[Encoded]:
         """Encode assistant turns from message `start` on, each after exactly what the model sees at inference.
 
@@ -287,11 +297,16 @@ class ChatFormat:
         self.check_tools(messages, tools)
         earliest = max(start, 1)
         turns = [at for at, message in enumerate(messages) if message["role"] == "assistant" and at >= earliest]
-        encode_turns = self._encode_templated if self.templated else self._encode_plain
-        return encode_turns(messages, turns[-1:] if learn == "last" else turns, tools)
+        turns = turns[-1:] if learn == "last" else turns
+        if self.templated:
+            return self._encode_templated(messages, turns, tools, pictures)
+        if pictures:
+            raise ConfigError("only a chat template can show its pictures: set data.chat_template=FILE")
+        return self._encode_plain(messages, turns, tools)
 
     def encode_document(self, text: str) -> Encoded:
         """Encode a whole text with its begin and end tokens."""
+        count_placeholders(self.vision, text, [])
         tokens = list(self.tokenizer(text)["input_ids"])
         if tokens[-1:] != [self._end()]:
             tokens.append(self._end())
@@ -303,6 +318,7 @@ class ChatFormat:
                 f"a message calls {', '.join(called)}, which only a chat template can show: set data.chat_template=FILE"
             )
         self.left_out |= unseen_fields({**message, "role": "assistant"}, "")
+        count_placeholders(self.vision, content_of(message), [])
         return content_of(message)
 
     def _encode_plain(self, messages: list[Message], turns: list[int], tools: Sequence[Tool]) -> list[Encoded]:
@@ -310,30 +326,41 @@ class ChatFormat:
         prompts = [self.prompt_tokens(messages[:turn], tools) for turn in turns]
         return [join_pieces([(one, False), (other, True)]) for one, other in zip(prompts, completions, strict=True)]
 
-    def _encode_templated(self, messages: list[Message], turns: list[int], tools: Sequence[Tool]) -> list[Encoded]:
+    def _seen_tokens(self, text: str, pictures: Sequence[Picture]) -> list[int]:
+        return self.vision.tokens(text, pictures) if self.vision and pictures else self.text_tokens(text)
+
+    def _encode_templated(
+        self, messages: list[Message], turns: list[int], tools: Sequence[Tool], pictures: Sequence[Picture]
+    ) -> list[Encoded]:
         sequences: list[list[Piece]] = []
+        shown: list[int] = []  # pictures in each of them
         spelled: str | None = None  # the text of the open sequence, while it is exactly the template's
         for turn in turns:
             prompt = self._render(messages[:turn], tools, open_turn=True)
             full = self._render(messages[: turn + 1], tools, open_turn=False)
             if spelled is None or not prompt.startswith(spelled):
                 sequences.append([])
+                shown.append(0)
                 spelled = ""
+            seen, shown[-1] = shown[-1], count_placeholders(self.vision, prompt, messages[:turn])
+            count_placeholders(self.vision, full, messages[: turn + 1])
             completion = self._completion(prompt, full, messages[: turn + 1], tools)
             check_completion(completion, messages[turn], turn, shows_calls=self.template.shows_calls)
             stop = self._stop_span(completion, 0, messages[turn])
             completion = completion[: stop[1]] if stop else completion  # what follows is never sampled
-            sequences[-1] += [(self.text_tokens(prompt[len(spelled) :]), False), (self.text_tokens(completion), True)]
+            new = self._seen_tokens(prompt[len(spelled) :], pictures[seen : shown[-1]])
+            sequences[-1] += [(new, False), (self.text_tokens(completion), True)]
             spelled = prompt + completion if full.startswith(prompt + completion) else None
         for pieces in sequences:
             completion_tokens, _ = pieces[-1]
             if completion_tokens[-1] not in self.stop_ids:
                 completion_tokens.append(self._end())
-        return [join_pieces(pieces) for pieces in sequences]
+        both = zip(map(join_pieces, sequences), shown, strict=True)
+        return [replace(encoded, pictures=tuple(pictures[:count])) for encoded, count in both]
 
     def _completion(self, prompt: str, full: str, messages: list[Message], tools: Sequence[Tool]) -> str:
         """Return the text of the last message as the policy would write it after the prompt."""
-        message, said = messages[-1], content_of(messages[-2]).strip()
+        message, said = messages[-1], (texts_of(messages[-2]) or [""])[-1].strip()
         if full.startswith(prompt):
             found = full[len(prompt) :]
         elif spans := self.template.generation_spans(messages, tools)[1]:

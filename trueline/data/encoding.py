@@ -10,6 +10,7 @@ from trueline.config.base import ConfigError
 from trueline.data.chat import ChatFormat, Encoded, Learn
 from trueline.data.formats import Conversation, Document, Pair, Rated, StepRated
 from trueline.data.messages import Message, Tool
+from trueline.data.pictures import Picture
 from trueline.data.rows import naming
 from trueline.data.types import Sample
 
@@ -37,10 +38,10 @@ class Fitting:
         if length > self.max_tokens:
             if self.policy == "drop":
                 return None
-            if self.policy == "error":
+            if self.policy == "error" or encoded.pictures:  # a picture's tokens belong together
                 raise ConfigError(
                     f"{place} has {length} tokens, more than max_tokens={self.max_tokens}: shorten the row, raise "
-                    "max_tokens, or set data.too_long to truncate or drop"
+                    f"max_tokens, or set data.too_long to {'drop' if encoded.pictures else 'truncate or drop'}"
                 )
             encoded = shorten(encoded, self.max_tokens)
             reason = f"its first max_tokens={self.max_tokens} tokens contain none to learn"
@@ -71,7 +72,7 @@ def encode_conversations(
         with naming(record.place):
             if isinstance(record, Document):
                 sequences = [chat.encode_document(record.text)]
-            elif not (sequences := chat.encode(record.messages, learn, tools=record.tools)):
+            elif not (sequences := chat.encode(record.messages, learn, tools=record.tools, pictures=record.pictures)):
                 raise ConfigError("no assistant message follows another message, so there is nothing to learn: add one")
         fitted += [fitting.fit(one, record.place) for one in sequences]
     fitting.tally["dropped"] = fitted.count(None)
@@ -90,7 +91,7 @@ def encode_pairs(records: list[Pair], chat: ChatFormat, max_tokens: int, policy:
     samples: list[Sample] = []
     for record in records:
         completions = [
-            encode_completion(chat, record.prompt, completion, record.place, record.tools)
+            encode_completion(chat, record.prompt, completion, record.place, record.tools, record.pictures)
             for completion in (record.chosen, record.rejected)
         ]
         fitted = [kept for completion in completions if (kept := fitting.fit(completion, record.place))]
@@ -106,14 +107,17 @@ def encode_rated(records: list[Rated], chat: ChatFormat, max_tokens: int, policy
     """Label samples 1 if desirable, else 0; companions have another row's completion, truncated if too long."""
     fitting = Fitting(max_tokens, policy)
     own = [
-        fitting.fit(encode_completion(chat, row.prompt, row.completion, row.place, row.tools), row.place)
+        fitting.fit(encode_completion(chat, row.prompt, row.completion, row.place, row.tools, row.pictures), row.place)
         for row in records
     ]
     kept = [(row, encoded) for row, encoded in zip(records, own, strict=True) if encoded]
     partners = [kept[number][0] for number in mismatched_rows([row for row, _ in kept], block)]
+    both = [
+        (row, other, f"{row.place} with that of {other.place}") for (row, _), other in zip(kept, partners, strict=True)
+    ]
     others = [
-        encode_completion(chat, row.prompt, other.completion, f"{row.place} with that of {other.place}", row.tools)
-        for (row, _), other in zip(kept, partners, strict=True)
+        encode_completion(chat, row.prompt, other.completion, place, row.tools, row.pictures)
+        for row, other, place in both
     ]
     fitting.tally["dropped"] = len(records) - len(kept)
     fitting.tally["mismatched_truncated"] = sum(len(other.tokens) > max_tokens for other in others)
@@ -141,18 +145,23 @@ def encode_steps(
 
 
 def shorten(encoded: Encoded, length: int) -> Encoded:
-    return Encoded(encoded.tokens[:length], encoded.mask[:length])
+    return Encoded(encoded.tokens[:length], encoded.mask[:length], encoded.pictures)
 
 
 def to_tensors(encoded: Encoded, label: float = 0.0) -> Sample:
-    return Sample(torch.tensor(encoded.tokens), torch.tensor(encoded.mask), label=label)
+    return Sample(torch.tensor(encoded.tokens), torch.tensor(encoded.mask), label=label, pictures=encoded.pictures)
 
 
 def encode_completion(
-    chat: ChatFormat, prompt: list[Message], completion: list[Message], place: str, tools: Sequence[Tool] = ()
+    chat: ChatFormat,
+    prompt: list[Message],
+    completion: list[Message],
+    place: str,
+    tools: Sequence[Tool] = (),
+    pictures: Sequence[Picture] = (),
 ) -> Encoded:
     with naming(place):
-        sequences = chat.encode([*prompt, *completion], "all", start=len(prompt), tools=tools)
+        sequences = chat.encode([*prompt, *completion], "all", start=len(prompt), tools=tools, pictures=pictures)
         if len(sequences) != 1:
             raise ConfigError(
                 f"a completion of {len(completion)} messages becomes {len(sequences)} sequences, as the chat template "
@@ -177,7 +186,7 @@ def encode_labelled(record: StepRated, chat: ChatFormat, separator: str) -> tupl
 
 def mismatched_rows(records: list[Rated], block: int) -> list[int]:
     """Find for each row the previous one of its block, cyclically, or the nearest before that with another prompt."""
-    prompts = [record.prompt for record in records]
+    prompts = [(record.prompt, record.pictures) for record in records]
     if records and all(prompt == prompts[0] for prompt in prompts):
         raise ConfigError(
             f"{records[0].place} to {records[-1].place}: all {len(records)} rows have the same prompt, but KTO needs "

@@ -3,13 +3,14 @@
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from trueline.config.base import ConfigError
 from trueline.config.data import DataConfig
 from trueline.data.messages import Message, Tool, content_of
+from trueline.data.pictures import Picture, image_parts, refuse_pictures, take_pictures
 from trueline.data.readers import (
     choose_column,
     messages_or_text,
@@ -30,6 +31,7 @@ class Conversation:
     messages: list[Message]
     place: str
     tools: list[Tool] = field(default_factory=list)
+    pictures: tuple[Picture, ...] = ()  # in the order of the messages' image parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Pair:
     margin: float
     place: str
     tools: list[Tool] = field(default_factory=list)
+    pictures: tuple[Picture, ...] = ()  # of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class Rated:
     desirable: bool
     place: str
     tools: list[Tool] = field(default_factory=list)
+    pictures: tuple[Picture, ...] = ()  # of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class StepRated:
     labels: list[float]
     place: str
     tools: list[Tool] = field(default_factory=list)
+    pictures: tuple[Picture, ...] = ()  # of the prompt
 
 
 class Role(NamedTuple):
@@ -132,10 +137,33 @@ def read_rows(
     """Return the records of all rows, and a description of their format; `readers` are the formats of the task."""
     name, columns = find_format(rows[0], config, list(readers))
     found = [column for column in columns.values() if column]
-    records = [record for located in rows for record in readers[name](located, columns, config)]
+    records = [
+        with_pictures(record, located, config) for located in rows for record in readers[name](located, columns, config)
+    ]
     renamed = renamed_roles({column: located.row.get(column) for column in found} for located in rows)
     roles = f"; roles: {renamed}" if renamed else ""
     return records, f"{name} (column{'s' if len(found) > 1 else ''} {', '.join(found)}){roles}"
+
+
+def with_pictures(record: Any, located: Located, config: DataConfig) -> Any:
+    """Return a record with the pictures of its row, or unchanged if it has none."""
+    match record:
+        case Conversation(messages=messages):
+            messages, pictures = take_pictures(located, messages, config.max_pixels)
+            return replace(record, messages=messages, pictures=pictures) if pictures else record
+        case Pair(chosen=chosen, rejected=rejected):
+            completions = [*chosen, *rejected]
+        case Rated(completion=completion):
+            completions = completion
+        case StepRated():
+            completions = []
+        case _:  # plain text
+            refuse_pictures(located, [])
+            return record
+    if any(True for _ in image_parts(completions)):
+        raise ConfigError(f"{located.place}: a completion has a picture: move it into the prompt, or delete the row")
+    prompt, pictures = take_pictures(located, record.prompt, config.max_pixels)
+    return replace(record, prompt=prompt, pictures=pictures) if pictures else record
 
 
 def find_format(first: Located, config: DataConfig, allowed: list[str]) -> tuple[str, Columns]:

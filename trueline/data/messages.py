@@ -3,15 +3,24 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-Message = dict[str, Any]  # role, content (empty if a turn only calls tools), and all other fields of the data
+# Role, content (text, empty if a turn only calls tools, or parts if there are pictures), all other fields of the data
+Message = dict[str, Any]
 Tool = dict[str, Any]  # a schema, as chat templates read it
 
 TEMPLATE_ROLES = ("system", "user", "assistant", "tool")
 
 
 def content_of(message: Message) -> str:
-    """Return a message's content, or empty text."""
-    return str(message.get("content") or "")
+    """Return the text of a message's content, or empty text."""
+    return "".join(texts_of(message))
+
+
+def texts_of(message: Message) -> list[str]:
+    """Return the texts of a message: one, or those between its pictures."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return [str(part["text"]) for part in content if part.get("type") == "text"]
+    return [str(content or "")]
 
 
 def called_functions(message: Message) -> list[str]:

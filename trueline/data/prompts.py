@@ -10,6 +10,7 @@ from trueline.config.base import ConfigError
 from trueline.config.data import PromptDataConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.messages import Tool
+from trueline.data.pictures import refuse_pictures
 from trueline.data.readers import LABEL_COLUMNS, choose_column, read_messages, read_tools, value_of
 from trueline.data.rows import TEXT, Lazy, Located, is_large, naming, sizes_of
 from trueline.data.types import Prompt, with_tools
@@ -31,6 +32,7 @@ class PromptReader:
 
     def read(self, number: int, located: Located) -> Prompt:
         messages = read_messages(located, self.prompt_column, self.system_prompt)
+        refuse_pictures(located, messages)
         label = value_of(located, self.label_column) if self.label_column else None
         return Prompt(number, messages, label, self.source, columns=located.row, tools=read_tools(located))
 

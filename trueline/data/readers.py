@@ -88,24 +88,25 @@ def parse_messages(value: Any, located: Located, column: str) -> list[Message]:
     if not value:
         raise ConfigError(f"{where} has no messages: add some or delete the row")
     entries = enumerate(without_nulls(value) if located.padded else value, 1)
-    return [parse_message(entry, f"{where}, message {number}") for number, entry in entries]
+    return [parse_message(entry, f"{where}, message {number}", pictures=True) for number, entry in entries]
 
 
-def parse_message(entry: Any, where: str) -> Message:
+def parse_message(entry: Any, where: str, *, pictures: bool = False) -> Message:
     """Parse one message: empty fields are dropped; ShareGPT's from and value become role and content."""
     fields = {name: value for name, value in entry.items() if value is not None} if isinstance(entry, dict) else {}
     role = fields.pop("role", None)
     speaker = role or fields.pop("from", None)
-    content = join_text(fields.pop("content" if "content" in fields else "value", None), where)
+    given = fields.pop("content" if "content" in fields else "value", None)
+    content = read_content(given, where) if pictures else join_text(given, where)
     calls = parse_calls(fields.pop("tool_calls", None), where)
     if content is None and calls:
         content = ""  # most templates concatenate it
-    if not isinstance(speaker, str) or not isinstance(content, str):
+    if not isinstance(speaker, str) or not isinstance(content, str | list):
         raise ConfigError(f"{where}: expected role and content (or from and value) as text, found {entry!r:.80}")
     if speaker.lower() not in ROLES:
         raise ConfigError(f"{where}: unknown {'role' if role else 'from'} {speaker!r}: use one of {', '.join(ROLES)}")
     message = {"role": ROLES[speaker.lower()], "content": content, **fields}
-    if not (calls or content.strip() or message["role"] == "tool"):
+    if not (calls or isinstance(content, list) or content.strip() or message["role"] == "tool"):
         raise ConfigError(f"{where}: its text is empty: fill it in or remove the message")
     return message | ({"tool_calls": calls} if calls else {})
 
@@ -117,6 +118,18 @@ def renamed_roles(rows: Iterable[Row]) -> str:
     speakers = dict.fromkeys(str(entry.get("role") or entry.get("from")) for entry in entries)
     renamed = {name: ROLES[name.lower()] for name in speakers if ROLES.get(name.lower(), name) != name}
     return ", ".join(f"{name} as {role}" for name, role in renamed.items())
+
+
+def read_content(content: Any, where: str) -> Any:
+    """Keep parts if there are pictures among them; join those that are only text."""
+    if not isinstance(content, list) or not any(map(is_picture, content)):
+        return join_text(content, where)
+    join_text([{"type": "text", "text": ""} if is_picture(part) else part for part in content], where)  # checks texts
+    return [part if is_picture(part) else {"type": "text", "text": part["text"]} for part in content]
+
+
+def is_picture(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image"
 
 
 def join_text(content: Any, where: str) -> Any:

@@ -36,6 +36,7 @@ class Located:
     place: str
     padded: bool = False  # absent nested fields are nulls, because Arrow gives all rows the same fields
     bare: bool = False  # a plain string without columns
+    folder: Path = Path()  # of the file, from which relative paths in the row begin
 
 
 @contextmanager
@@ -157,7 +158,7 @@ class Lines(Lazy[Located]):
             text = line.decode()
         except UnicodeDecodeError as error:
             raise ConfigError(f"{place}: not UTF-8 text ({error.reason}): fix or delete this line") from None
-        return parse_row(text.replace("\r\n", "\n").replace("\r", "\n"), place)
+        return parse_row(text.replace("\r\n", "\n").replace("\r", "\n"), place, self.file.path.parent)
 
     def sizes(self, column: str) -> np.ndarray:
         return np.asarray(self.ends - self.starts)
@@ -204,14 +205,14 @@ def blank_lines(block: bytes, starts: np.ndarray, ends: np.ndarray) -> np.ndarra
     return blank
 
 
-def parse_row(text: str, place: str) -> Located:
+def parse_row(text: str, place: str, folder: Path) -> Located:
     try:
         row = json.loads(text, object_pairs_hook=single_keys)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{place}: not JSON ({error.msg}, column {error.colno}): fix or delete this line") from None
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
-    return locate_row(row, place)
+    return locate_row(row, place, folder)
 
 
 def single_keys(pairs: list[tuple[str, Any]]) -> Row:
@@ -226,14 +227,14 @@ def repeats(names: Iterable[str]) -> list[str]:
     return [name for name, count in Counter(names).items() if count > 1]
 
 
-def locate_row(row: Any, place: str) -> Located:
+def locate_row(row: Any, place: str, folder: Path) -> Located:
     """Return a row with named columns; a plain string has one."""
     if isinstance(row, str):
         return Located({TEXT: row}, place, bare=True)
     if not isinstance(row, dict):
         remedy = "rename a file that is one array to .json" if isinstance(row, list) else "fix or delete it"
         raise ConfigError(f"{place}: expected an object or a string, found {type(row).__name__}: {remedy}")
-    return Located(row, place)
+    return Located(row, place, folder=folder)
 
 
 # Tables
@@ -244,6 +245,7 @@ class TableRows(Lazy[Located]):
 
     def __init__(self, table: arrow.Table, place: Path | str, files: Sequence[SourceFile] = ()) -> None:
         self.batches, self.place, self.files = table.to_batches(), place, files
+        self.folder = place.parent if isinstance(place, Path) else Path()
         self.ends = np.cumsum([batch.num_rows for batch in self.batches], dtype=np.int64)
 
     def __len__(self) -> int:
@@ -255,7 +257,7 @@ class TableRows(Lazy[Located]):
             for start in range(0, batch.num_rows, BLOCK_ROWS):
                 for row in batch.slice(start, BLOCK_ROWS).to_pylist():
                     number += 1
-                    yield Located(row, f"{self.place}, row {number}", padded=True)
+                    yield Located(row, f"{self.place}, row {number}", padded=True, folder=self.folder)
 
     def at(self, number: int) -> Located:
         part = part_of(self.ends, number)
@@ -263,7 +265,7 @@ class TableRows(Lazy[Located]):
         for file in self.files:
             file.check()
         (row,) = self.batches[part].slice(start, 1).to_pylist()
-        return Located(row, f"{self.place}, row {number + 1}", padded=True)
+        return Located(row, f"{self.place}, row {number + 1}", padded=True, folder=self.folder)
 
     def sizes(self, column: str) -> np.ndarray:
         if not self.batches or column not in self.batches[0].schema.names:

@@ -131,7 +131,8 @@ def read_json_lines(file: Path) -> Sequence[Located]:
     if file.is_file():
         return Lines(file)
     with file.open(encoding="utf-8-sig") as lines:
-        return [parse_row(line, f"{file}, line {at}") for at, line in enumerate(lines, 1) if line.strip()]
+        numbered = [(line, f"{file}, line {at}") for at, line in enumerate(lines, 1) if line.strip()]
+    return [parse_row(line, place, file.parent) for line, place in numbered]
 
 
 def read_json(file: Path) -> Sequence[Located]:
@@ -145,7 +146,7 @@ def read_json(file: Path) -> Sequence[Located]:
         raise ConfigError(f"{file}, line {error.lineno}: not valid JSON ({error.msg}): fix it") from None
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
-    return [locate_row(row, f"{file}, row {number}") for number, row in enumerate(rows, 1)]
+    return [locate_row(row, f"{file}, row {number}", file.parent) for number, row in enumerate(rows, 1)]
 
 
 def read_csv(file: Path, separator: str = ",") -> list[Located]:
@@ -169,7 +170,7 @@ def csv_rows(file: Path, separator: str) -> Iterator[Located]:
             for number, row in enumerate(rows, 1):
                 if None in row or None in row.values():
                     raise ConfigError(f"{file}, row {number}: it has more or fewer fields than the header")
-                yield Located(dict(row), f"{file}, row {number}")
+                yield Located(dict(row), f"{file}, row {number}", folder=file.parent)
         except csv.Error as error:
             raise ConfigError(f"{file}, line {rows.reader.line_num}: {error}: check its quotation marks") from None
 

@@ -13,7 +13,7 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trueline.config.base import ConfigError
-from trueline.data.messages import Message, Tool, called_functions, content_of
+from trueline.data.messages import Message, Tool, called_functions, content_of, texts_of
 
 MARK = "trueline"  # text that templates leave unchanged
 THOUGHT, END_OF_THOUGHT = "<think>", "</think>"
@@ -201,7 +201,9 @@ class Template:
         if len(messages) < 2 or messages[0]["role"] != "system" or not self.folds_system:
             return messages
         first, second, *others = messages
-        return [{**second, "content": f"{content_of(first)}\n\n{content_of(second)}"}, *others]
+        system, asked = f"{content_of(first)}\n\n", second.get("content")
+        joined = [{"type": "text", "text": system}, *asked] if isinstance(asked, list) else f"{system}{asked or ''}"
+        return [{**second, "content": joined}, *others]
 
     def shape_one(self, message: Message) -> Message:
         """Return a message in the form that the template expects."""
@@ -328,9 +330,9 @@ def unseen_fields(message: Message, text: str) -> set[str]:
     """Return the fields of a message that a rendering does not show; calls are found by their names."""
     others = {name: [str(value).strip()] for name, value in message.items() if name not in ("role", "content")}
     others |= {"tool_calls": called_functions(message)}
-    said, role = content_of(message).strip(), message["role"]
-    if role != "assistant" and said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
-        others[f"the text of role {role}"] = [said]
+    role, missing = message["role"], [said for one in texts_of(message) if (said := one.strip()) not in text]
+    if role != "assistant" and any(json.dumps(said, ensure_ascii=False)[1:-1] not in text for said in missing):
+        others[f"the text of role {role}"] = missing
     return {name for name, values in others.items() if any(value not in text for value in values)}
 
 

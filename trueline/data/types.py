@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trueline.data.messages import Message, Talk, Tool
+from trueline.data.pictures import Picture
 
 
 class Outcome(StrEnum):
@@ -226,6 +227,7 @@ class Sample:
     label: float = 0.0  # of the sequence: a pair's margin, or 1 if a completion is desirable
     companion: "Sample | None" = field(default=None, repr=False)  # for KTO: the same prompt, another completion
     weight: float = 0.0  # of each masked token, or of the sequence, in the minibatch's loss
+    pictures: tuple[Picture, ...] = field(default=(), repr=False)  # that its image tokens stand for
     experts: Tensor = later()  # [T, layers, top_k] chosen by the engine, or UNKNOWN_EXPERT
     rollout_logprobs: Tensor = later()  # [T] as the rollout engine sampled
     old_logprobs: Tensor = later()  # [T] by the trainer, before the update
@@ -281,6 +283,7 @@ class Batch:
     host_mask: Tensor | None = None  # the mask on the host, read without waiting for the device
     sizes: Tensor | None = None  # [B] int64, the lengths on the device
     repeats: list[Repeat] = field(default_factory=list)  # tokens to be computed once; `of` stands before its own `at`
+    pictures: list[tuple[Picture, ...]] = field(default_factory=list)  # of each sequence, if any has one
     experts: Tensor = later()  # [N, layers, top_k]
     rollout_logprobs: Tensor = later()  # [N]
     old_logprobs: Tensor = later()  # [N]
@@ -332,9 +335,13 @@ class PackedSamples:
     labels: np.ndarray  # [B]
     arrays: dict[str, np.ndarray]  # [sum of lengths, ...] each
     shares_prefixes: bool = False
+    pictures: tuple[tuple[Picture, ...], ...] = ()  # [B], if any sample has one
 
     def names(self) -> list[str]:
         return [*self.arrays]
+
+    def pictures_of(self, at: int) -> tuple[Picture, ...]:
+        return self.pictures[at] if self.pictures else ()
 
     def part(self, name: str, at: int) -> np.ndarray:
         """Return a field of one sample."""
@@ -348,7 +355,8 @@ def pack_samples(samples: list[Sample], *, experts: bool = True, shares: bool = 
     arrays = {name: torch.cat([getattr(sample, name) for sample in samples]).numpy() for name in names}
     lengths = np.array([sample.length() for sample in samples])
     weights = np.array([sample.weight for sample in samples])
-    return PackedSamples(lengths, weights, np.array([sample.label for sample in samples]), arrays, shares)
+    labels, pictures = np.array([sample.label for sample in samples]), tuple(sample.pictures for sample in samples)
+    return PackedSamples(lengths, weights, labels, arrays, shares, pictures if any(pictures) else ())
 
 
 def episode_metric(metrics: dict[str, float], name: str) -> float | None:

@@ -10,8 +10,8 @@ from trueline.config.base import ConfigError, Tree
 from trueline.config.supervised import SftConfig
 from trueline.demo.material import make_data, make_model
 from trueline.files import Row, read_rows
-from trueline.monitoring.curves import smooth, svg_curve, terminal_curve
 from trueline.monitoring.run_folder import RunFolder
+from trueline.report.curves import smooth, svg_curve, terminal_curve
 
 SCORE, REWARD = "evaluation/reward", "reward/mean"
 WINDOW = 5  # steps whose rewards are averaged in the curve

@@ -15,6 +15,7 @@ from trueline.data.chat import ChatFormat
 from trueline.data.formats import Conversation, Document, Pair, Rated, StepRated
 from trueline.data.loader import split_rows
 from trueline.data.messages import Message, Tool, content_of
+from trueline.data.pictures import Picture
 from trueline.data.prompts import sample_of
 from trueline.data.rows import Located
 from trueline.data.sources import open_source
@@ -39,10 +40,12 @@ class DataRow:
     place: str
     label: Any = None
     tools: tuple[Tool, ...] = ()
+    pictures: tuple[Picture, ...] = ()
     question: int = field(init=False)  # equal in rows with the same prompt; of a text without a prompt, all of it
 
     def __post_init__(self) -> None:
-        self.question = hash(repr(self.asked or self.completions))  # a hash, because there may be many rows
+        # A hash, because there may be many rows.
+        self.question = hash((repr(self.asked or self.completions), self.pictures))
 
     def text(self) -> str:
         return content_of(self.asked[-1]) if self.asked else ""
@@ -138,14 +141,15 @@ def row_of(record: Record) -> DataRow:
         case Document(text, place):
             return DataRow([], (text,), place)
         case Conversation(messages, place, tools):
-            return DataRow(messages[:-1], (content_of(messages[-1]),), place, tools=tuple(tools))
+            said = (content_of(messages[-1]),)
+            return DataRow(messages[:-1], said, place, tools=tuple(tools), pictures=record.pictures)
         case Pair(prompt, chosen, rejected):
             texts = [join_contents(chosen), join_contents(rejected)]
         case Rated(prompt, completion):
             texts = [join_contents(completion)]
         case StepRated(prompt, steps):
             texts = ["\n".join(steps)]
-    return DataRow(prompt, tuple(texts), record.place, tools=tuple(record.tools))
+    return DataRow(prompt, tuple(texts), record.place, tools=tuple(record.tools), pictures=record.pictures)
 
 
 def join_contents(messages: list[Message]) -> str:

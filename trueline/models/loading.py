@@ -15,6 +15,7 @@ from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.sources import first_line, hub_name, try_hub
+from trueline.models import vision
 from trueline.models.suitability import GGUF, check_folder, check_kind, read_header, unpackable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -93,6 +94,7 @@ class ModelFacts:
     balanced: bool = False  # transformers has its router auxiliary loss
     kind: str = ""  # model_type of its configuration
     unpackable: str = ""  # why its sequences cannot be packed
+    family: str = ""  # model_type of the whole, if it has a vision tower
 
 
 def check_model(
@@ -119,6 +121,7 @@ def check_model(
         try_hub()
     settings = load_settings(config)
     check_kind(named, settings, head)
+    vision.check_vision(named, config, settings["family"], head)
     if not quantized and (found := settings.get("quantization_config")):  # no gradients, and no exact copy in engines
         method = dict(found).get("quant_method", "some way")
         raise ConfigError(
@@ -165,6 +168,7 @@ def check_settings(config: ModelConfig, folder: Path, settings: dict[str, Any]) 
         balanced=experts > 0 and "router_aux_loss_coef" in settings,
         kind=settings.get("model_type") or "",
         unpackable=unpackable(settings),
+        family=settings.get("family", ""),
     )
 
 
@@ -190,7 +194,7 @@ def load_settings(config: ModelConfig) -> dict[str, Any]:
     settings, whole = dict(text.to_dict()), loaded.to_dict()
     common = {common: settings[own] for common, own in text.attribute_map.items() if own in settings}
     own = {key: whole[key] for key in WHOLE if key in whole}
-    return settings | common | own | {"num_labels": loaded.num_labels}
+    return settings | common | own | {"num_labels": loaded.num_labels, "family": vision.family_of(loaded)}
 
 
 def remedy(error: Exception, config: ModelConfig) -> str:
@@ -221,7 +225,9 @@ def load_tokenizer(config: ModelConfig) -> Any:
 
 def load_chat(config: ModelConfig, template: str, arguments: dict[str, Any] | None = None) -> ChatFormat:
     """Load a tokenizer's chat format; `template` is data.chat_template, `arguments` data.chat_template_kwargs."""
-    tokenizer = load_tokenizer(config)
+    tokenizer, processor = load_tokenizer(config), vision.load_vision(config)
+    if processor is not None and processor.processor.chat_template:  # which shows pictures; a tokenizer's may not
+        tokenizer.chat_template = processor.processor.chat_template
     if template not in ("auto", "never"):
         try:
             tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
@@ -232,7 +238,9 @@ def load_chat(config: ModelConfig, template: str, arguments: dict[str, Any] | No
             f"data.chat_template_kwargs={arguments}: there is no chat template to read them: remove them, or set "
             "data.chat_template=FILE"
         )
-    return ChatFormat(tokenizer, template != "never", generation_ends(config), arguments)
+    chat = ChatFormat(tokenizer, template != "never", generation_ends(config), arguments)
+    chat.vision = processor
+    return chat
 
 
 def generation_ends(config: ModelConfig) -> list[int]:
@@ -255,26 +263,24 @@ def load_model(
     share_out: ShareOut | None = None,
 ) -> Any:
     """Load the model without dropout, so that scoring and training agree; `share_out` gets weights as they are read."""
-    import transformers  # noqa: PLC0415
+    from transformers import AutoConfig  # noqa: PLC0415
 
     from trueline.models import attention, lora  # noqa: PLC0415  (transformers and peft take seconds to import)
 
-    settings = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
-    for name, value in settings.to_dict().items():
-        if isinstance(value, float) and ("dropout" in name or "jitter" in name or name.endswith("pdrop")):
-            setattr(settings, name, 0.0)
+    settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    turn_off_dropout(settings)
     if head != "language":
         settings.num_labels = LABELS[head]
         settings.pad_token_id = padding_token(load_tokenizer(config))
-    plain = None if config.attention == "auto" else config.attention
+    kind, plain = auto_class(settings, head), None if config.attention == "auto" else config.attention
     try:
         with nullcontext() if share_out is None else one_by_one(share_out):
-            model, found = getattr(transformers, CLASSES[head]).from_pretrained(
+            model, found = kind.from_pretrained(
                 config.path,
                 config=settings,
                 output_loading_info=True,
                 dtype=dtype,
-                attn_implementation=attention.NAME if packed else plain,
+                attn_implementation=vision.with_tower(attention.NAME, settings) if packed else plain,
                 trust_remote_code=config.trust_remote_code,
                 use_safetensors=True,
                 quantization_config=lora.quantization(dtype) if config.lora.quantize else None,
@@ -283,7 +289,7 @@ def load_model(
         raise ConfigError(f"model.path={config.path}: its weights cannot be read ({error}): {DAMAGED}") from error
     except (ValueError, KeyError) as error:
         remedy = "; set training.packing=false" if attention.NAME in str(error) else ""
-        raise ConfigError(f"model.path={config.path}: cannot be loaded as {CLASSES[head]}: {error}{remedy}") from error
+        raise ConfigError(f"model.path={config.path}: cannot be loaded as {kind.__name__}: {error}{remedy}") from error
     lost = [name for name in found["missing_keys"] if head == "language" or name.partition(".")[0] not in HEADS]
     if lost:  # they would be random, which only a new scoring head may be
         raise ConfigError(
@@ -292,11 +298,29 @@ def load_model(
         )
     if head == "value" and not str(settings.architectures).endswith("ForSequenceClassification']"):
         torch.nn.init.zeros_(scoring_head(model)[1].weight)  # a new critic predicts zero, not noise
+    vision.freeze(model, config.train_vision)
     if config.lora.quantize:
         lora.keep_gradients(model)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
+
+
+def auto_class(settings: Any, head: str) -> Any:
+    """Return the class of Transformers that loads a model with this head."""
+    import transformers  # noqa: PLC0415
+
+    reads_pictures = head == "language" and settings.model_type in vision.VISION_FAMILIES
+    return getattr(transformers, vision.CLASS if reads_pictures else CLASSES[head])
+
+
+def turn_off_dropout(settings: Any) -> None:
+    for name, value in settings.to_dict().items():
+        if isinstance(value, float) and ("dropout" in name or "jitter" in name or name.endswith("pdrop")):
+            setattr(settings, name, 0.0)
+    if settings.model_type in vision.VISION_FAMILIES:
+        for part in (settings.text_config, settings.vision_config):
+            turn_off_dropout(part)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from trueline.config.base import ConfigError
 from trueline.config.model import LoraConfig, ModelConfig
-from trueline.models.loading import CLASSES, HEADS, scoring_head, shape_of
+from trueline.models.loading import HEADS, auto_class, scoring_head, shape_of
+from trueline.models.vision import vision_layers
 
 A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer."
 PEFT_PREFIX, ADAPTER = "base_model.model.", "adapter_model.safetensors"
@@ -39,7 +40,7 @@ def add_lora(model: Any, config: LoraConfig, head: str, path: str) -> Any:
         target_modules=targets,
         task_type=TASKS[head],
         base_model_name_or_path=path,
-        exclude_modules=None if head == "language" else ["score", "classifier"],
+        exclude_modules=vision_layers(model.config.model_type) if head == "language" else ["score", "classifier"],
     )
     try:
         peft.inject_adapter_in_model(described, model)
@@ -66,7 +67,7 @@ def check_targets(config: ModelConfig, head: str) -> None:
     trusted = config.trust_remote_code
     settings = transformers.AutoConfig.from_pretrained(config.path, trust_remote_code=trusted)
     with torch.device("meta"):
-        model = getattr(transformers, CLASSES[head]).from_config(settings, trust_remote_code=trusted)
+        model = auto_class(settings, head).from_config(settings, trust_remote_code=trusted)
     layers, linear = dict(list(model.named_modules())[1:]), linear_layers(model)
     known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear))
     for target in [targets] if isinstance(targets, str) else targets:
@@ -221,11 +222,9 @@ def merged_model(folder: Path, dtype: torch.dtype | None) -> Any:
 
     described = peft.LoraConfig.from_pretrained(str(folder))
     head = next(head for head, task in TASKS.items() if task == described.task_type)
-    base = getattr(transformers, CLASSES[head]).from_pretrained(
-        described.base_model_name_or_path,
-        config=transformers.AutoConfig.from_pretrained(folder / SETTINGS),
-        dtype=dtype or "auto",
-        use_safetensors=True,
+    settings = transformers.AutoConfig.from_pretrained(folder / SETTINGS)
+    base = auto_class(settings, head).from_pretrained(
+        described.base_model_name_or_path, config=settings, dtype=dtype or "auto", use_safetensors=True
     )
     return peft.PeftModel.from_pretrained(base, folder).merge_and_unload()
 

@@ -13,12 +13,14 @@ from torch.utils.hooks import RemovableHandle
 
 from trueline.algorithms.losses import routing
 from trueline.config.base import ConfigError
+from trueline.data.pictures import Picture
 from trueline.data.types import Batch, Repeat, to_device
 from trueline.models.attention import Arrangement, Current, PackedLayout, Padded, Ringed, Shared
 from trueline.models.head import ChunkedHead, HeadWork, Teacher, chunked_divergence
 from trueline.models.loading import scoring_head
 from trueline.models.ring_attention import RingGroup
 from trueline.models.routing import Replay
+from trueline.models.vision import Vision, picture_tokens
 
 LENGTHS = (7, 5)  # of the sequences that the check compares
 LEAST = 1e-3  # a mean gap up to this is rounding in any model
@@ -46,17 +48,19 @@ class Scorer(nn.Module):
         ring: RingGroup | None = None,
         distillation_target: Teacher | None = None,
         values: bool = False,
+        vision: Vision | None = None,
     ) -> None:
         super().__init__()
         self.model, self.chunk, self.packed, self.ring = model, chunk, packed, ring
         self.values = values  # a critic: values of the state before each token
+        self.vision = vision  # of a model that reads pictures
         self.teacher = (distillation_target,)  # in a tuple, so that it is no submodule, and neither trained nor sharded
         head = model.get_output_embeddings()
         self.has_language_head = head is not None
         if head is not None:
             head.forward = MethodType(apply_head, head)
 
-    def forward(
+    def forward(  # noqa: PLR0913  (the fields of a Batch)
         self,
         tokens: Tensor,
         mask: Tensor,
@@ -65,14 +69,21 @@ class Scorer(nn.Module):
         entropy: bool = True,
         experts: Tensor | None = None,
         repeats: list[Repeat] | None = None,
+        pictures: list[tuple[Picture, ...]] | None = None,
     ) -> Outputs:
         """Run over tokens on the model's device; `mask` is on the host. Tokens that repeat others are not computed."""
+        count, pixels = len(tokens), {}
+        if self.vision is not None and not self.plain:
+            if not pictures:
+                tokens, mask, lengths, pictures = self.vision.add_blank(tokens, mask, lengths)
+            pixels = self.vision.pixels(pictures, self.model.dtype, tokens.device)
         arrangement = self.arrange(lengths, tokens.device, repeats or [])
         if self.replay is not None:
             self.replay.begin(None if experts is None else arrangement.expert_rows(experts))
         if self.plain:
             return {"logprobs": plain_logprobs(self.model, tokens)}
-        states = self.run(self.model, arrangement, tokens, **({"output_router_logits": True} if self.top_k else {}))
+        options = {"output_router_logits": True} if self.top_k else {}
+        states = self.run(self.model, arrangement, tokens, **pixels, **options)
         hidden, routed = arrangement.hidden_rows(states.last_hidden_state), self.router_outputs(states, arrangement)
         if not self.has_language_head:
             scores = arrangement.spread(scoring_head(self.model)[1](hidden).float())
@@ -93,7 +104,7 @@ class Scorer(nn.Module):
         for name, values in found.items():
             if values is not None:  # moved from the predicting positions to the tokens that they belong to
                 local = values.new_zeros(len(predicts)).index_copy(0, wanted, values)
-                routed[name] = arrangement.whole(local).roll(1)
+                routed[name] = arrangement.whole(local).roll(1)[:count]
         return routed
 
     @contextmanager
@@ -114,7 +125,7 @@ class Scorer(nn.Module):
             return Shared(lengths, repeats, device)
         return Arrangement(lengths) if self.ring is None else Ringed(lengths, self.ring, device)
 
-    def run(self, model: Any, arrangement: Arrangement, tokens: Tensor, **options: bool) -> Any:
+    def run(self, model: Any, arrangement: Arrangement, tokens: Tensor, **options: Any) -> Any:
         """Run the backbone, and check that every layer kept the sequences separate."""
         states = model.base_model(**arrangement.inputs(tokens), use_cache=False, **options)
         layers = int(model.config.get_text_config().num_hidden_layers)
@@ -172,7 +183,10 @@ class Probe:
         random = torch.Generator().manual_seed(0)
         highest = model.get_input_embeddings().num_embeddings
         self.name, self.packed = type(model).__name__, packed
-        self.tokens = torch.randint(0, highest, (sum(LENGTHS),), generator=random).to(device)
+        tokens = torch.randint(0, highest, (sum(LENGTHS),), generator=random)
+        for token in picture_tokens(model.config):  # each would need its part of a picture
+            tokens[tokens == token] = (token + 1) % highest
+        self.tokens = tokens.to(device)
         self.expected: Tensor | None = None
         if has_language_head:
             self.expect(partial(plain_logprobs, model))

@@ -104,6 +104,8 @@ class ReferenceCache:
         for sample in samples:
             digest.update(sample.tokens.numpy().tobytes())
             digest.update(sample.mask.numpy().tobytes())
+            for picture in sample.pictures:
+                digest.update(picture.data)
         return digest.hexdigest()
 
     def read(self, samples: list[Sample]) -> torch.Tensor | None:

@@ -18,6 +18,7 @@ from trueline.config.sampling import SamplingConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import CONTENT, digest_rows
+from trueline.data.pictures import TRAINED_BY
 from trueline.data.prompts import (
     UNKNOWN,
     LazyPrompts,
@@ -34,6 +35,7 @@ from trueline.data.sources import open_source, stored_data
 from trueline.data.types import Prompt
 from trueline.environments.opening import check_environment
 from trueline.models.loading import ModelFacts, check_model, load_chat
+from trueline.models.vision import VISION_FAMILIES
 from trueline.monitoring.run_folder import RunFolder
 from trueline.plan.rewards import RewardCheck, Trial, check_rewards
 from trueline.plan.survey import known_lengths
@@ -104,6 +106,9 @@ def look_around(config: RLConfig) -> PlanInputs:
     required = reads_reward(config.algorithm) and not config.has_reward()
     prompts, rewards = check_prompts(config, {**trained, **tested}, required=required)
     facts, machine = check_model(config.model), machine_at_hand()
+    if facts.family in VISION_FAMILIES:
+        named = f"model.path={config.model.path}"
+        raise ConfigError(f"{named} is a vision-language model, which only {TRAINED_BY} train: name a language model")
     chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
     measured = {place: measure(some, chat) for place, some in prompts.items()}
     sources = [measured[place] for place in trained]

@@ -11,7 +11,9 @@ from trueline.config.supervised import DistillRunConfig, SupervisedConfig
 from trueline.data.batching import Budget
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import fingerprint
+from trueline.data.pictures import TRAINED_BY
 from trueline.models.loading import ModelFacts, check_model, load_chat
+from trueline.models.vision import VISION_FAMILIES
 from trueline.monitoring.findings import Finding
 from trueline.plan.findings import find
 from trueline.plan.inputs import Reading
@@ -62,6 +64,7 @@ def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> Supervise
     check_engines(config, "training")
     facts, machine = check_model(config.model, TASKS[config.task].head), machine_at_hand()
     config, world, max_tokens = resolve(config, facts, machine)
+    check_vision_run(config, facts)
     chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
     material = load_material(config, chat, max_tokens)
     parts = [part for part in (material.train, material.held_out) if part is not None]
@@ -100,6 +103,21 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tu
         resolved = resolved.with_keys({"distill": {"teacher": resolve_path(resolved.distill.teacher)}})
         check_teacher(resolved, facts)
     return resolved, ranks, max_tokens
+
+
+def check_vision_run(config: SupervisedConfig, facts: ModelFacts) -> None:
+    """Refuse what a run with a vision-language model cannot do."""
+    named = f"model.path={config.model.path}"
+    if facts.family not in VISION_FAMILIES:
+        return
+    if isinstance(config, DistillRunConfig):
+        raise ConfigError(f"{named} is a vision-language model, which only {TRAINED_BY} train: name a language model")
+    if config.checkpoint.model == "last" and config.model.train_vision != "all":
+        raise ConfigError(
+            f"checkpoint.model=last keeps only what is trained until the end, but {named} has a frozen vision tower: "
+            "set checkpoint.model=every",
+            key="checkpoint.model",
+        )
 
 
 def budget_of(config: SupervisedConfig) -> Budget:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
+from itertools import chain
 from typing import Any
 
 from trueline.algorithms.loss_aggregation import set_weights
@@ -12,12 +14,15 @@ from trueline.config.supervised import WITHOUT_REFERENCE, DistillRunConfig, Supe
 from trueline.data.batching import Budget, pass_tokens
 from trueline.data.chat import ChatFormat
 from trueline.data.encoding import Encodings, encode_conversations, encode_pairs, encode_rated, encode_steps
-from trueline.data.formats import check_ratings, read_conversations, read_pairs, read_rated, read_steps
+from trueline.data.formats import Document, check_ratings, read_conversations, read_pairs, read_rated, read_steps
 from trueline.data.loader import Mixture, Order, digest_rows, make_order, split_rows
+from trueline.data.pictures import Picture
 from trueline.data.rows import Located
 from trueline.data.sources import open_source
 from trueline.data.types import Sample
 from trueline.models.head import load_teacher
+from trueline.models.loading import load_settings
+from trueline.models.vision import VISION_FAMILIES, blindness
 
 Records = list[Any]
 
@@ -178,22 +183,45 @@ def encode_sources(
     everything: Records = []
     encodings: list[Encodings] = []
     formats: list[str] = []
+    digests: list[str] = []
     for rows in sources:
         records, described = task.read(rows, config)
+        check_pictures(records, chat, config)
         everything += records
         encodings.append(task.encode(records, chat, config, max_tokens))
         formats.append(described)
+        # The name of a picture's file does not tell what it shows.
+        seen = ({"picture": sha256(picture.data).hexdigest()} for picture in pictures_of(records))
+        digests.append(digest_rows(chain((located.row for located in rows), seen)))
     counts = {name: sum(one.counts.get(name, 0) for one in encodings) for one in encodings for name in one.counts}
+    if shown := sum(bool(pictures_of([record])) for record in everything):
+        counts["with pictures"] = shown
     dataset = Dataset(
         task=task,
         samples=[sample for one in encodings for sample in one.samples],
         sizes=[len(one.samples) // task.samples_per_row for one in encodings],
-        digests=[digest_rows(located.row for located in rows) for rows in sources],
+        digests=digests,
         probabilities=probabilities,
         counts=counts,
         formats=formats,
     )
     return dataset, everything
+
+
+def pictures_of(records: Records) -> list[Picture]:
+    return [picture for record in records if not isinstance(record, Document) for picture in record.pictures]
+
+
+def check_pictures(records: Records, chat: ChatFormat, config: SupervisedConfig) -> None:
+    """Refuse rows with pictures that the model, or the task with it, does not read."""
+    if chat.vision is not None or not pictures_of(records):
+        return
+    place = next(record.place for record in records if pictures_of([record]))
+    why = blindness(load_settings(config.model)["family"])
+    raise ConfigError(
+        f"{place} has pictures, but model.path={config.model.path} {why}: remove them, or name a model of a family "
+        f"that trains on pictures ({', '.join(VISION_FAMILIES)})"
+    )
 
 
 def check_longest(dataset: Dataset, budget: Budget) -> int:

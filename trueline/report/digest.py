@@ -8,12 +8,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from trueline.data.transcripts import NUMBERS
 from trueline.files import Row
-from trueline.monitoring.curves import COLOURS, bounds
 from trueline.monitoring.findings import HEALTH_LEVELS
 from trueline.monitoring.metrics import CHARTS
 from trueline.monitoring.timing import duration
+from trueline.monitoring.transcripts import NUMBERS
+from trueline.report.curves import COLOURS, bounds
 from trueline.report.runs import ReportedRun, Transcript, is_number, pick_evenly, round_short
 
 LAST = {"reward/mean": "reward", "evaluation/reward": "held-out", "loss": "loss"}  # shown in a run's header

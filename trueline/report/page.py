@@ -11,9 +11,9 @@ from string import Template
 
 from trueline.config.base import ConfigError
 from trueline.files import PRIVATE_FILE, write_atomically
-from trueline.monitoring.curves import Point, smooth, svg_curve
 from trueline.monitoring.metrics import CHARTS
 from trueline.monitoring.run_folder import RunFolder
+from trueline.report.curves import Point, smooth, svg_curve
 from trueline.report.digest import as_json, describe, usual_mean
 from trueline.report.runs import ReportedRun, is_number
 

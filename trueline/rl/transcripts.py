@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 
 from trueline.data.pieces import LONGEST, Pieces
-from trueline.data.transcripts import pack_numbers
 from trueline.data.types import Sample, is_filled
+from trueline.monitoring.transcripts import pack_numbers
 from trueline.rollout.summary import Episode
 
 PAIR = 2  # groups of a step: one whose rewards differ most, one by chance

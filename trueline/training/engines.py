@@ -33,7 +33,7 @@ class TrainEngine(Protocol):
     def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput:
         experts = batch.experts if is_filled(batch, "experts") else None
         given = batch.tokens, batch.mask_on_host(), batch.lengths, temperature, entropy, experts, batch.repeats
-        fields = self.module(*given)
+        fields = self.module(*given, batch.pictures)
         output = ModelOutput()
         for name, tensor in fields.items():
             setattr(output, name, tensor)

@@ -33,7 +33,7 @@ from trueline.runtime.actors import (
 )
 from trueline.training.checkpoints import PollSave, SaveResult
 from trueline.training.report import AGREED, REPORTED, LossSettings, Metrics, Report
-from trueline.training.samples import Arrays, SampleBlock, Samples, StoredSamples, families_of, lengths_of
+from trueline.training.samples import Arrays, SampleBlock, Samples, StoredSamples, families_of, has_pictures, lengths_of
 from trueline.training.worker import Worker
 
 
@@ -213,7 +213,7 @@ class ModelGroup:
     def plan(self, samples: Samples, samples_per_row: int = 1) -> Plan:
         """Divide samples into passes, with common prefixes computed once if that is worthwhile and exact."""
         make = partial(plan_micro_batches, lengths_of(samples), self.mesh.data, self.budget, samples_per_row)
-        if self.sharing:
+        if self.sharing and not has_pictures(samples):  # equal tokens may stand for other pictures
             plan = make(families_of(samples))
             enough = WORTHWHILE if self.sharing == "auto" else 0.0
             if plan.saved and plan.saved >= enough and self._shares_exactly(samples, plan):

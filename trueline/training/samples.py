@@ -9,6 +9,7 @@ from trueline.algorithms.advantages import needs
 from trueline.config.model import reads_experts
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.batching import find_families
+from trueline.data.pictures import Picture
 from trueline.data.types import TOKEN_FIELDS, Kin, Sample
 from trueline.models.loading import ModelFacts
 from trueline.runtime.actors import Stored
@@ -149,6 +150,9 @@ class RankSamples:
     def part(self, name: str, at: int) -> np.ndarray:
         return self.fields.part(name, int(self.numbers[at]))
 
+    def pictures_of(self, at: int) -> tuple[Picture, ...]:
+        return ()  # sampled sequences have none
+
 
 Samples = Sequence[Sample] | StoredSamples
 
@@ -156,6 +160,10 @@ Samples = Sequence[Sample] | StoredSamples
 def lengths_of(samples: Samples) -> list[int]:
     rows = samples.rows if isinstance(samples, StoredSamples) else samples
     return [row.length if isinstance(row, SampleNumbers) else row.length() for row in rows]
+
+
+def has_pictures(samples: Samples) -> bool:
+    return not isinstance(samples, StoredSamples) and any(sample.pictures for sample in samples)
 
 
 def families_of(samples: Samples) -> list[Kin]:

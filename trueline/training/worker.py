@@ -28,6 +28,7 @@ from trueline.models.lora import adapters_off, add_lora
 from trueline.models.ring_attention import Mesh
 from trueline.models.routing import KEY, Replay
 from trueline.models.scorer import Probe, Scorer, sharing_gap
+from trueline.models.vision import load_vision
 from trueline.models.weight_names import WeightNames
 from trueline.monitoring.heartbeat import WORK
 from trueline.monitoring.timing import START
@@ -140,6 +141,7 @@ class Worker:
             ring=spec.mesh().join_ring(spec.rank),
             distillation_target=make_target(self.model, DTYPES[spec.model.dtype], packing) if make_target else None,
             values=spec.head == "value",
+            vision=load_vision(spec.model),
         )
         if self.router_coefficient:
             scorer.top_k = int(self.model.config.get_text_config().num_experts_per_tok)
@@ -354,8 +356,8 @@ class Worker:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Return the tokenizer that is saved with the model; it is read once, as its folder may disappear."""
-        tokenizer = load_tokenizer(self.spec.model)
+        """Return the tokenizer or processor that is saved with the model; read once, as its folder may disappear."""
+        tokenizer = self.scorer.vision.processor if self.scorer.vision else load_tokenizer(self.spec.model)
         tokenizer.chat_template = self.spec.chat_template or tokenizer.chat_template
         return tokenizer
 

@@ -53,7 +53,8 @@ def test_lines_are_those_of_a_text_file(
     file.write_bytes(content)
     with file.open(encoding="utf-8-sig") as lines:
         numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    expected = [outcome(lambda: rows_module.parse_row(line, f"{file}, line {at}")) for at, line in numbered]  # noqa: B023
+    parse = rows_module.parse_row
+    expected = [outcome(lambda: parse(line, f"{file}, line {at}", file.parent)) for at, line in numbered]  # noqa: B023
     found = Lines(file)
     assert [outcome(lambda: found[at]) for at in range(len(found))] == expected  # noqa: B023
     if not any(isinstance(one, str) for one in expected):

@@ -13,8 +13,8 @@ import pytest
 from tests.support.run_folders import made_folder, make_failure, make_run
 from tests.unit.report.test_page import HOSTILE
 from trueline.config.run import MonitoringConfig
-from trueline.data.transcripts import pack_numbers
 from trueline.monitoring.trackers import Tracker
+from trueline.monitoring.transcripts import pack_numbers
 from trueline.report.page import source, write_report
 from trueline.report.runs import find_runs
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from trueline.data.pieces import Pieces
-from trueline.data.transcripts import pack_numbers, unpack_numbers
 from trueline.data.types import Completion, Prompt, Sample, Trajectory, to_samples
 from trueline.demo.material import make_tokenizer
 from trueline.monitoring.trackers import compact
+from trueline.monitoring.transcripts import pack_numbers, unpack_numbers
 from trueline.rl.transcripts import MOST_TOKENS, token_row, token_rows
 
 PIECES = Pieces(make_tokenizer())

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from trueline.monitoring.curves import HEIGHT, LEFT, MARKED, RIGHT, Point, smooth, svg_curve, terminal_curve, ticks
+from trueline.report.curves import HEIGHT, LEFT, MARKED, RIGHT, Point, smooth, svg_curve, terminal_curve, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trueline.data.transcripts import LazyRows, pack_numbers, with_arrays
+from trueline.monitoring.transcripts import LazyRows, pack_numbers, with_arrays
 
 
 def test_rows_are_read_when_they_are_asked_for(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""A small model learns from pictures through the command line, and what it saves opens in Transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from tests.support.pictures import make_picture, make_tiny_idefics
+from trueline.cli import main
+from trueline.training.export import export
+
+STEPS, ROWS = 12, 8
+
+
+def row(number: int, verb: str, picture: str) -> dict[str, Any]:
+    """The answer can be read off the picture alone."""
+    good, bad = ("abab", "12") if number % 2 else ("cdcd", "345")
+    asked = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "?"}]}]
+    if verb == "sft":
+        return {"prompt": asked, "completion": good}
+    if verb == "kto":
+        return {"prompt": asked, "completion": good if number < ROWS // 2 else bad, "label": number < ROWS // 2}
+    return {"prompt": asked, "chosen": good, "rejected": bad}
+
+
+def train(folder: Path, verb: str, *words: str) -> int:
+    if not (folder / "model").exists():
+        make_tiny_idefics(folder / "model")
+        for number in range(ROWS):
+            make_picture(number % 2, 40 + number).save(folder / f"{number}.png")
+    data = folder / f"{verb}.jsonl"
+    data.write_text("".join(json.dumps(row(number, verb, f"{number}.png")) + "\n" for number in range(ROWS)))
+    keys = ["samples_per_step=8", "training.learning_rate=3e-3", "checkpoint.every=0", "evaluation.every=0"]
+    keys += ["runtime=local", f"folder={folder}", f"steps={STEPS}", "monitoring.tensorboard=false"]
+    named = ["--model", f"{folder}/model", "--data", str(data), "--eval-data", str(data), "--name", verb]
+    return main([verb, *named, *keys, *words])
+
+
+def losses(folder: Path, verb: str) -> tuple[float, float]:
+    rows = [json.loads(line) for line in (folder / verb / "metrics.jsonl").read_text().splitlines()]
+    return rows[0]["evaluation/loss"], rows[-1]["evaluation/loss"]
+
+
+def first_letters(folder: Path) -> str:
+    """What is most likely after either picture, by what `from_pretrained` makes of a folder."""
+    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    text = processor.apply_chat_template(asked, add_generation_prompt=True)
+    batch = processor(text=[text] * 2, images=[[make_picture(0)], [make_picture(1)]], return_tensors="pt")
+    with torch.no_grad():
+        return str(processor.tokenizer.decode(model(**batch).logits[:, -1].argmax(-1)))
+
+
+@pytest.mark.parametrize("verb", ["sft", "dpo", "simpo", "kto"])
+def test_a_task_learns_from_pictures(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path, verb) == 0
+    said = capsys.readouterr().out
+    assert f"({ROWS} with pictures)" in said
+    assert "duplicate" not in said  # rows have the same words, and other pictures
+    first, last = losses(tmp_path, verb)
+    assert last < 0.9 * first
+    saved = tmp_path / verb / "checkpoints" / f"step_{STEPS:06d}" / "model"
+    if verb == "sft":
+        assert first_letters(saved) == "ca"  # the pictures tell which
+    start = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").state_dict()
+    found = AutoModelForImageTextToText.from_pretrained(saved).state_dict()
+    changed = {name for name, tensor in found.items() if not torch.equal(tensor, start[name])}
+    assert changed and not any("vision_model" in name or "connector" in name for name in changed)
+
+
+@pytest.mark.parametrize(("trained", "parts"), [("projector", {"connector"}), ("all", {"connector", "vision_model"})])
+def test_more_of_the_model_is_trained_if_a_key_says_so(trained: str, parts: set[str], tmp_path: Path) -> None:
+    assert train(tmp_path, "sft", f"model.train_vision={trained}", "steps=2") == 0
+    saved = tmp_path / "sft" / "checkpoints" / "step_000002" / "model"
+    start = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").state_dict()
+    found = AutoModelForImageTextToText.from_pretrained(saved).state_dict()
+    changed = {name for name, tensor in found.items() if not torch.equal(tensor, start[name])}
+    assert {name.split(".")[1] for name in changed if name.startswith("model.")} == {"text_model", *parts}
+
+
+def test_adapters_are_added_to_the_language_model_and_merged(tmp_path: Path) -> None:
+    assert train(tmp_path, "sft", "model.lora.rank=8", "training.learning_rate=2e-2") == 0
+    first, last = losses(tmp_path, "sft")
+    assert last < 0.9 * first
+    adapter = tmp_path / "sft" / "checkpoints" / f"step_{STEPS:06d}" / "model"
+    named = (adapter / "adapter_model.safetensors").read_bytes()
+    assert b"text_model" in named and b"vision_model" not in named and b"connector" not in named
+    assert first_letters(export(tmp_path / "sft", tmp_path / "merged", merge=True)) == "ca"
+
+
+RANKS = "runtime=ray training.engine=deepspeed training.ranks=2"
+REFUSED = {
+    f"model.tensor_parallel=2 {RANKS}": "model.tensor_parallel=2 does not work with a vision-language model",
+    f"model.context_parallel=2 {RANKS}": "model.context_parallel=2 does not work with a vision-language model",
+    "model.lora.quantize=true model.lora.rank=2": "model.lora.quantize=true does not work with a vision-language model",
+    "model.train_vision=all model.lora.rank=2": "model.train_vision=all with model.lora.rank=2 does not work with",
+    "checkpoint.model=last": "checkpoint.model=last keeps only what is trained until the end",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_keys_that_do_not_work_are_refused(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path, "sft", *words.split()) != 0
+    assert REFUSED[words] in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("verb", ["rm", "prm", "distill", "grpo"])
+def test_other_verbs_refuse_the_model(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tiny_idefics(tmp_path / "model")
+    data = tmp_path / "data.jsonl"
+    columns = {"completion": "b", "chosen": "b", "rejected": "c", "completions": ["b"], "labels": [1], "answer": "b"}
+    data.write_text(json.dumps({"prompt": "a", **columns}) + "\n")
+    words = {"grpo": ["--reward", "exact"], "distill": [f"distill.teacher={tmp_path}/model"]}.get(verb, [])
+    keys = ["runtime=local", f"folder={tmp_path}", "--name", "run"]
+    assert main([verb, "--model", f"{tmp_path}/model", "--data", str(data), *keys, *words]) != 0
+    assert "is a vision-language model, which" in " ".join(capsys.readouterr().err.split())

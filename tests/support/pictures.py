@@ -1,0 +1,91 @@
+"""Small models that read pictures, and pictures, made here: neither torchvision nor a download is needed."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import (
+    CLIPImageProcessorPil,
+    CLIPVisionConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3ImageProcessorPil,
+    Idefics3Processor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+)
+
+from tests.support.tiny import small_config
+from trueline.demo.material import make_tokenizer
+
+TILES = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *TILES]
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:"
+    "{% for part in message.content %}{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}"
+    "{{ eos_token if message.role == 'assistant' else '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+TOWER |= {"image_size": 32, "patch_size": 8}
+
+
+def make_tiny_idefics(folder: Path) -> Path:
+    """A random Idefics3, the family of SmolVLM: a picture of more than 32 x 32 pixels is cut into tiles."""
+    tokenizer = picture_tokenizer()
+    sizes = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
+    pixels = Idefics3ImageProcessorPil(**sizes)
+    processor = Idefics3Processor(pixels, tokenizer, image_seq_len=4, chat_template=TEMPLATE)
+    processor.save_pretrained(folder)
+    config = Idefics3Config(
+        vision_config=TOWER | {"initializer_range": 0.2},
+        text_config=small_config(tokenizer, max_position_embeddings=512),
+        image_token_id=processor.image_token_id,
+        scale_factor=2,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return save_model(Idefics3ForConditionalGeneration, config, folder)
+
+
+def make_tiny_llava(folder: Path) -> Path:
+    tokenizer = picture_tokenizer()
+    pixels = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    shape = {"patch_size": 8, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    LlavaProcessor(pixels, tokenizer, chat_template=TEMPLATE, **shape).save_pretrained(folder)
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**TOWER),
+        text_config=small_config(tokenizer, max_position_embeddings=512),
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        vision_feature_layer=-1,
+    )
+    return save_model(LlavaForConditionalGeneration, config, folder)
+
+
+def save_model(kind: Any, config: Any, folder: Path) -> Path:
+    torch.manual_seed(0)
+    kind(config).save_pretrained(folder)
+    return folder
+
+
+def picture_tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": MARKS})
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def make_picture(seed: int, width: int = 40, height: int = 24) -> Image.Image:
+    """Coarse noise, which no two seeds share."""
+    cells = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(cells).resize((width, height))
+
+
+def png(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue()

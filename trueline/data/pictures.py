@@ -1,0 +1,240 @@
+"""Pictures of dataset rows: read, checked and made small enough once; they stay encoded until a model needs pixels."""
+
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import unquote, urlsplit
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from trueline.config.base import ConfigError
+from trueline.data.messages import Message
+from trueline.data.rows import Located
+
+COLUMNS = ("images", "image")  # beside the prompt or the messages
+PAYLOADS = ("image", "path", "url")  # keys of a part, the first that it has
+MOST_PIXELS = 100_000_000  # of a file; larger ones are not even decoded
+TWO_IN_ONE = "MPO"  # photos of some phones: a JPEG file with a second one behind it
+TRAINED_BY = "sft, dpo with its family, and kto"
+PLACEHOLDER: dict[str, Any] = {"type": "image"}  # in place of a picture, as chat templates read it
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A picture as a file's content; equal content is the same picture."""
+
+    data: bytes
+    width: int
+    height: int
+
+    def decode(self) -> Image.Image:
+        """Return its pixels in RGB, turned as its camera was held."""
+        return upright(Image.open(io.BytesIO(self.data))).convert("RGB")
+
+
+class PictureTokens(Protocol):
+    """How a model's processor writes pictures as tokens."""
+
+    placeholder: str  # that a chat template writes for a picture
+
+    def tokens(self, text: str, pictures: Sequence[Picture]) -> list[int]:
+        """Return the tokens of a text, with as many for each placeholder as its picture has."""
+
+
+def count_placeholders(vision: PictureTokens | None, text: str, messages: Sequence[Message]) -> int:
+    """Return how many pictures a text shows; refuse one that does not show those of its messages, each once."""
+    if vision is None:
+        return 0
+    found, wanted = text.count(vision.placeholder), sum(1 for _ in image_parts(messages))
+    if found != wanted:
+        raise ConfigError(
+            f"as the model sees it, its text has {vision.placeholder} {found} times, but {wanted} image parts: write "
+            'pictures as parts of type "image" and not into texts, and use a chat template that shows them'
+        )
+    return found
+
+
+class Setting(NamedTuple):
+    """Where a value stands, and what it may be."""
+
+    where: str
+    folder: Path  # that relative paths begin from
+    max_pixels: int
+
+
+def blank_picture() -> Picture:
+    """Return a small black picture."""
+    image = Image.new("RGB", (32, 32))
+    return Picture(encode(image), *image.size)
+
+
+def upright(image: Image.Image) -> Image.Image:
+    return ImageOps.exif_transpose(image)
+
+
+def column_of(located: Located) -> str:
+    """Return the column with a row's pictures; empty if there is none."""
+    return next((column for column in COLUMNS if located.row.get(column) not in (None, "", [])), "")
+
+
+def has_pictures(located: Located, messages: Sequence[Message]) -> bool:
+    return bool(column_of(located)) or any(True for _ in image_parts(messages))
+
+
+def refuse_pictures(located: Located, messages: Sequence[Message]) -> None:
+    if has_pictures(located, messages):
+        where = f"in column {column!r}" if (column := column_of(located)) else "in its messages"
+        raise ConfigError(
+            f"{located.place} has images {where}, which only {TRAINED_BY} train: remove them, or rename the column"
+        )
+
+
+def image_parts(messages: Sequence[Message]) -> Iterator[tuple[Message, dict[str, Any]]]:
+    """Yield the parts of messages that are pictures, each with its message."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if part["type"] == "image":
+                yield message, part
+
+
+def take_pictures(
+    located: Located, messages: list[Message], max_pixels: int
+) -> tuple[list[Message], tuple[Picture, ...]]:
+    """Return messages with placeholders, and their pictures in the same order; most rows have none."""
+    if not has_pictures(located, messages):
+        return messages, ()
+    column = column_of(located)
+    values = located.row[column] if column else []
+    beside = list(values) if isinstance(values, list | tuple) else [values]
+    if beside and not any(True for _ in image_parts(messages)):
+        messages = put_first(located, messages, len(beside))
+    parts = list(image_parts(messages))
+    for message, _ in parts:
+        if message["role"] == "assistant":
+            raise ConfigError(
+                f"{located.place}: an assistant message has a picture, which no model here learns to make: remove it, "
+                "or move it into a user message"
+            )
+    found = [payload_of(part) for _, part in parts]
+    open_places = sum(value is None for value in found)
+    if open_places != len(beside):
+        has = f"column {column!r} has {len(beside)}" if column else f"there is no column {' or '.join(COLUMNS)}"
+        raise ConfigError(
+            f"{located.place}: {open_places} image parts of its messages need a picture each, but {has}: give each one"
+        )
+    rest = iter(beside)
+    given = [next(rest) if value is None else value for value in found]
+    pictures = tuple(
+        read_picture(value, Setting(f"{located.place}: picture {number}", located.folder, max_pixels))
+        for number, value in enumerate(given, 1)
+    )
+    return [without_payload(message) for message in messages], pictures
+
+
+def put_first(located: Located, messages: list[Message], count: int) -> list[Message]:
+    """Put so many placeholders before the text of the first user message."""
+    at = next((at for at, message in enumerate(messages) if message["role"] == "user"), None)
+    if at is None:
+        raise ConfigError(f"{located.place}: it has pictures, but no user message to show them in: add one")
+    text = {"type": "text", "text": messages[at]["content"]}
+    first = {**messages[at], "content": [*(dict(PLACEHOLDER) for _ in range(count)), text]}
+    return [*messages[:at], first, *messages[at + 1 :]]
+
+
+def payload_of(part: dict[str, Any]) -> Any:
+    return next((part[key] for key in PAYLOADS if part.get(key) is not None), None)
+
+
+def without_payload(message: Message) -> Message:
+    if not isinstance(message.get("content"), list):
+        return message
+    parts = [dict(PLACEHOLDER) if part["type"] == "image" else part for part in message["content"]]
+    return {**message, "content": parts}
+
+
+def read_picture(value: Any, setting: Setting) -> Picture:
+    """Read what a row gives as a picture: a path, a file:// URL, bytes, both as `datasets` stores them, or PIL's."""
+    if isinstance(value, dict) and not isinstance(value.get("bytes") or value.get("path"), bytes | str):
+        raise ConfigError(f"{setting.where} has neither bytes nor a path ({value!r:.80}): give one of them")
+    if isinstance(value, dict):
+        value = value.get("bytes") or value["path"]
+    if isinstance(value, str):
+        file = file_of(value, setting)
+        try:
+            return make_picture(file.read_bytes(), str(file), setting)
+        except OSError as error:
+            remedy = f"relative paths begin in {setting.folder.resolve()}; correct it, or delete the row"
+            raise ConfigError(f"{setting.where}: {file} cannot be read ({error.strerror}): {remedy}") from None
+    if isinstance(value, bytes | bytearray):
+        return make_picture(bytes(value), f"its content of {len(value)} bytes", setting)
+    if isinstance(value, Image.Image):
+        return make_picture(encode(value), "its content", setting)
+    raise ConfigError(
+        f"{setting.where} is of type {type(value).__name__} ({value!r:.80}): give a path, bytes, a PIL image, or a "
+        "column of type datasets.Image"
+    )
+
+
+def file_of(text: str, setting: Setting) -> Path:
+    scheme = re.match(r"([a-z][a-z0-9+.-]*)://|data:", text, re.IGNORECASE)
+    if scheme and str(scheme[1]).lower() != "file":
+        raise ConfigError(
+            f"{setting.where}: {text!r:.80} is not on this machine, and nothing is fetched from elsewhere: download "
+            "it, and give its path"
+        )
+    return setting.folder / (unquote(urlsplit(text).path) if scheme else Path(text).expanduser())
+
+
+def make_picture(data: bytes, name: str, setting: Setting) -> Picture:
+    """Check a picture by decoding it; one with too many pixels becomes a smaller PNG."""
+    try:
+        image = open_picture(data, name, setting)
+    except ConfigError:
+        raise
+    except UnidentifiedImageError:
+        raise ConfigError(f"{setting.where}: {name} is no image that Pillow knows: replace or delete it") from None
+    except (OSError, SyntaxError, ValueError) as error:
+        raise ConfigError(f"{setting.where}: {name} is damaged ({error}): replace or delete it") from None
+    width, height = image.size
+    if width * height <= setting.max_pixels:
+        return Picture(data, width, height)
+    scale = (setting.max_pixels / (width * height)) ** 0.5
+    size = max(int(width * scale), 1), max(int(height * scale), 1)
+    return Picture(encode(image.convert("RGB").resize(size, Image.Resampling.BICUBIC)), *size)
+
+
+def open_picture(data: bytes, name: str, setting: Setting) -> Image.Image:
+    """Return an image whose pixels can be read, or say what it has too much of."""
+    try:
+        file = Image.open(io.BytesIO(data))
+        pixels = file.width * file.height
+    except Image.DecompressionBombError:
+        pixels = 2 * MOST_PIXELS
+    if pixels > MOST_PIXELS:
+        raise ConfigError(
+            f"{setting.where}: {name} has more than {MOST_PIXELS // 10**6} million pixels, which is not decoded: make "
+            "it smaller"
+        )
+    if file.format != TWO_IN_ONE and has_second_frame(file):
+        raise ConfigError(f"{setting.where}: {name} is animated ({file.format}): give one of its frames as a picture")
+    image = upright(Image.open(io.BytesIO(data)))
+    image.load()
+    return image
+
+
+def has_second_frame(image: Image.Image) -> bool:
+    try:
+        image.seek(1)
+    except EOFError:
+        return False
+    return True
+
+
+def encode(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.convert("RGB").save(stream, "PNG")
+    return stream.getvalue()

@@ -1,0 +1,185 @@
+"""Models that read pictures: which families train here, their processor, and the pixels of a forward pass."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trueline.config.base import ConfigError
+from trueline.config.model import ModelConfig
+from trueline.data.pictures import Picture, PictureTokens, blank_picture
+from trueline.data.sources import first_line
+from trueline.data.types import to_device
+
+CLASS = "AutoModelForImageTextToText"
+TEXT_FIELDS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}  # of a processor's output
+TOKEN_KEYS = ("image_token_id", "image_token_index")  # of configurations
+MROPE = "positions in three dimensions (M-RoPE)"
+BOTH_WAYS = "attention in both directions among the tokens of a picture"
+OBSTACLES = {  # family -> what it has that training here does not
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), MROPE),
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), MROPE),
+    **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "paligemma"), BOTH_WAYS),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the models of a family are laid out; names are prefixes of their parameters."""
+
+    tower: str  # reads pixels
+    projector: str  # makes embeddings of what the tower finds
+    axis: int  # of pixel arrays, along which pictures lie
+
+
+VISION_FAMILIES = {  # by model_type in config.json
+    **dict.fromkeys(("idefics3", "smolvlm"), Family("model.vision_model.", "model.connector.", axis=1)),
+    "llava": Family("model.vision_tower.", "model.multi_modal_projector.", axis=0),
+}
+
+
+def family_of(settings: Any) -> str:
+    """Return the model_type of a configuration with a vision tower; empty for models of text."""
+    return str(settings.model_type) if "vision_config" in settings.to_dict() else ""
+
+
+def blindness(family: str) -> str:
+    """Say why a model cannot be trained on pictures; empty if it can."""
+    if not family:
+        return "reads only text"
+    known = OBSTACLES.get(family, "a layout of pixels that is not known here")
+    return "" if family in VISION_FAMILIES else f"is of the family {family}, which has {known}"
+
+
+def check_vision(named: str, config: ModelConfig, family: str, head: str) -> None:
+    """Refuse what cannot be trained of a model with a vision tower, or asks for one that is not there."""
+    if config.train_vision != "none" and family not in VISION_FAMILIES:
+        raise ConfigError(
+            f"model.train_vision={config.train_vision}: {named} {blindness(family)}: leave it out",
+            key="model.train_vision",
+        )
+    if family not in VISION_FAMILIES:
+        return
+    if head != "language":
+        raise ConfigError(f"{named} is a vision-language model, which has no scoring head: name a language model")
+    refused = {
+        f"model.tensor_parallel={config.tensor_parallel}": config.tensor_parallel > 1,
+        f"model.context_parallel={config.context_parallel}": config.context_parallel > 1,
+        "model.lora.quantize=true": config.lora.quantize,
+        f"model.train_vision={config.train_vision} with model.lora.rank={config.lora.rank}": bool(config.lora.rank)
+        and config.train_vision != "none",
+    }
+    for key in (key for key, holds in refused.items() if holds):
+        raise ConfigError(f"{key} does not work with a vision-language model ({named}): leave it out", key=key)
+
+
+def with_tower(attention: str, settings: Any) -> str | dict[str, str]:
+    """Return an implementation of attention for the language model; a tower, which reads no text, has its own."""
+    pictured = settings.model_type in VISION_FAMILIES
+    return {"text_config": attention, "vision_config": "sdpa"} if pictured else attention
+
+
+def freeze(model: Any, trained: str) -> None:
+    """Freeze the vision tower, and the projector too if `trained` is none."""
+    if (family := VISION_FAMILIES.get(model.config.model_type)) is None:
+        return
+    frozen = {"none": (family.tower, family.projector), "projector": (family.tower,), "all": ()}[trained]
+    for name, parameter in model.named_parameters():
+        if frozen and name.startswith(frozen):
+            parameter.requires_grad_(False)
+
+
+def vision_layers(kind: str) -> str | None:
+    """Return a pattern of all layers of a family's tower and projector."""
+    if (family := VISION_FAMILIES.get(kind)) is None:
+        return None
+    return rf"({re.escape(family.tower)}|{re.escape(family.projector)}).*"
+
+
+class Vision(PictureTokens):
+    """A model's processor: the tokens of texts with pictures, and the arrays that its forward pass takes."""
+
+    def __init__(self, processor: Any, family: Family) -> None:
+        self.processor, self.family = processor, family
+        self.placeholder = str(processor.image_token)
+
+    def tokens(self, text: str, pictures: Sequence[Picture]) -> list[int]:
+        return [int(token) for token in self._process(text, pictures)["input_ids"][0]]
+
+    def _process(self, text: str, pictures: Sequence[Picture]) -> Any:
+        images = [picture.decode() for picture in pictures]
+        return self.processor(text=[text], images=[images], add_special_tokens=False, return_tensors="np")
+
+    def arrays(self, sequences: Sequence[tuple[Picture, ...]]) -> dict[str, np.ndarray]:
+        """Return the arrays of all pictures of a pass, in its order; the same pictures are processed once."""
+        distinct = {pictures: self._arrays(pictures) for pictures in sequences if pictures}
+        parts = [distinct[pictures] for pictures in sequences if pictures]
+        return {name: join([part[name] for part in parts], self.family.axis) for name in parts[0]}
+
+    def _arrays(self, pictures: tuple[Picture, ...]) -> dict[str, np.ndarray]:
+        found = self._process(self.placeholder * len(pictures), pictures)
+        return {name: array for name, array in found.items() if name not in TEXT_FIELDS}
+
+    def pixels(
+        self, sequences: Sequence[tuple[Picture, ...]], dtype: torch.dtype, device: torch.device
+    ) -> dict[str, Tensor]:
+        """Return the arguments of a model's forward pass."""
+        tensors = {name: torch.from_numpy(array) for name, array in self.arrays(sequences).items()}
+        return {
+            name: to_device(one.to(dtype) if one.is_floating_point() else one, device) for name, one in tensors.items()
+        }
+
+    def add_blank(
+        self, tokens: Tensor, mask: Tensor, lengths: list[int]
+    ) -> tuple[Tensor, Tensor, list[int], list[tuple[Picture, ...]]]:
+        """Add a sequence with a black picture, of which nothing is learned, to a pass without pictures.
+
+        Ranks gather the tower's weights and reduce its gradients together, also if only some have pictures.
+        """
+        picture, added = self._blank
+        return (
+            torch.cat([tokens, to_device(torch.tensor(added), tokens.device)]),
+            torch.cat([mask, torch.zeros(len(added), dtype=torch.bool)]),
+            [*lengths, len(added)],
+            [(picture,)],
+        )
+
+    @cached_property
+    def _blank(self) -> tuple[Picture, list[int]]:
+        picture = blank_picture()
+        return picture, self.tokens(self.placeholder, [picture])
+
+
+def picture_tokens(settings: Any) -> list[int]:
+    """Return the tokens that stand for parts of pictures, by a model's configuration."""
+    return [value for name, value in settings.to_dict().items() if name in TOKEN_KEYS and isinstance(value, int)]
+
+
+def join(arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
+    """Concatenate arrays; along other axes they are filled with zeros up to the largest, as processors do."""
+    largest = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
+    largest[axis] = 0
+    widths = [[(0, max(most - size, 0)) for size, most in zip(one.shape, largest, strict=True)] for one in arrays]
+    return np.concatenate([np.pad(one, width) for one, width in zip(arrays, widths, strict=True)], axis)
+
+
+def load_vision(config: ModelConfig) -> Vision | None:
+    """Load the processor of a model that reads pictures; None for other models."""
+    from transformers import AutoConfig, AutoProcessor, ProcessorMixin  # noqa: PLC0415
+
+    trusted = config.trust_remote_code
+    kind = family_of(AutoConfig.from_pretrained(config.path, trust_remote_code=trusted))
+    if kind not in VISION_FAMILIES:
+        return None
+    try:
+        processor = AutoProcessor.from_pretrained(config.path, trust_remote_code=trusted)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"model.path={config.path}: cannot load its processor ({first_line(error)})") from error
+    if not isinstance(processor, ProcessorMixin):
+        raise ConfigError(f"model.path={config.path}: no processor (processor_config.json): save it in the folder")
+    return Vision(processor, VISION_FAMILIES[kind])
