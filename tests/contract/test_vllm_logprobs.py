@@ -19,6 +19,7 @@ from trueline.rollout.engine import EngineSpec, SamplingParams
 from trueline.rollout.vllm_logprobs import LogprobStore, Trust, kind_of
 from trueline.runtime.event_loop import EventLoop
 
+pytestmark = pytest.mark.slow
 PROMPT = [10, 20, 30, 40, 50]
 SEQUENCES, BLOCK_TOKENS, BLOCKS = 16, 32, 9  # a cache for two requests of 128 tokens, so that vLLM preempts others
 SPEC = EngineSpec("", "float32", 128, 1, SEQUENCES, 0, 0.3, False, False, False, structured=True, lean_logprobs=True)

@@ -26,6 +26,7 @@ from trueline.training.samples import Fields, SampleNumbers, StoredSamples
 from trueline.training.worker import Worker
 
 ALIKE = ("loss", "grad_norm", "policy/entropy", "policy/clip_fraction", "mismatch/logprob_gap_mean", "reward/mean")
+SLOW = pytest.mark.slow
 SMALL = ("steps=3", "algorithm.group_size=3", "prompts_per_step=6", "rollout.max_new_tokens=24")
 
 
@@ -99,9 +100,9 @@ def test_a_streamed_run_has_the_numbers_of_a_whole_one(preset: str, tmp_path: Pa
     assert len(gaps) == 1 and gaps[0] < 1e-6
 
 
-@pytest.mark.parametrize(
-    "kind", ["gemma3_text", "mixtral", "qwen3_5_text"]
-)  # windows, experts, padded linear attention
+@pytest.mark.parametrize(  # windows, experts, padded linear attention
+    "kind", [pytest.param("gemma3_text", marks=SLOW), "mixtral", pytest.param("qwen3_5_text", marks=SLOW)]
+)
 def test_other_families_are_streamed_too(kind: str, tmp_path: Path, gaps: list[float]) -> None:
     words = ["training.packing=false", "algorithm.kl.coefficient=0"] if kind == "qwen3_5_text" else []
     for name in ("whole", "streamed"):
