@@ -71,8 +71,9 @@ def test_tokens_are_as_stale_as_they_may_be_and_no_more(home: Path, staleness: i
     found = [row["rollout/staleness_max"] for row in rows]
     assert len(found) == 8 and max(found) == staleness
     assert any(row["rollout/several_versions_share"] > 0 for row in rows)
-    assert all(0 < row["mismatch/numerics"] < 1e-4 for row in rows)
-    assert max(row["mismatch/staleness"] for row in rows) > 100 * max(row["mismatch/numerics"] for row in rows)
+    numerics = [row["mismatch/numerics"] for row in rows]  # of one completion, which may be a single token
+    assert min(numerics) >= 0 and 0 < max(numerics) < 1e-4
+    assert max(row["mismatch/staleness"] for row in rows) > 100 * max(numerics)
     fates = fates_of(home, name)
     assert set(fates.values()) == {1} and {fate for fate, _ in fates} == {"trained"} and len(fates) == 16
     assert f"{16 + 2 * staleness} prompts sampled: 16 trained, {2 * staleness} in flight" in ended.stdout
