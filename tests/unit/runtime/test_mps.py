@@ -7,9 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from trueline.runtime import mps
@@ -68,9 +68,10 @@ def test_it_ends_with_a_run_that_is_killed(calls: Path, tmp_path: Path) -> None:
         assert run.stdout is not None
         pipes = Path(run.stdout.readline().strip())
         assert pipes.is_dir() and "quit" not in calls.read_text()
+        (guard,) = psutil.Process(run.pid).children()
         os.killpg(run.pid, signal.SIGKILL)
-    while pipes.exists():
-        time.sleep(0.05)
+    guard.wait()
+    assert not pipes.exists()
     assert calls.read_text().splitlines()[-1].split()[:3] == ["quit", "-t", "1"]
 
 
