@@ -312,7 +312,9 @@ def describe_kl(algorithm: AlgorithmConfig) -> str:
 
 def stream_lines(plan: RLPlan) -> list[str]:
     """Describe whether complete groups are trained while others are sampled, or why not, on GPUs."""
-    config, memory = plan.config, "memory does not hold models and engines at once with the same passes"
+    # The plan no longer knows whether the key was set.
+    memory = "training.stream=false is set, or memory does not hold models and engines at once with the same passes"
+    config = plan.config
     if config.training.stream:
         return ["stream     complete groups are trained while others are sampled; one optimizer step at the end"]
     if not plan.machine.gpus:

@@ -540,6 +540,8 @@ def test_steps_are_streamed_on_gpus_where_memory_and_mps_allow(elsewhere: Any) -
     small = elsewhere(12, gpus=1, mps=True)
     assert small.takes_turns() and small.config.training.stream is False
     assert "memory does not hold models and engines at once with the same passes" in describe(small)
+    unwanted = elsewhere(80, "training.stream=false", gpus=1, mps=True)
+    assert "stream     groups are trained when all are sampled: training.stream=false is set, or" in describe(unwanted)
     assert elsewhere(80, "training.stream=true", gpus=1).config.training.stream is True
     assert "work at once, without MPS" in describe(elsewhere(80, "training.stream=true", gpus=1))
 
