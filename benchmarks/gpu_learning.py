@@ -72,7 +72,10 @@ def report(folder: Path, least: float) -> int:
     steps = [row["time/step"] for row in rows if "loss" in row]
     print("held-out greedy accuracy: " + ", ".join(f"step {step} {100 * value:.1f} %" for step, value in curve))
     middle = sorted(steps)[len(steps) // 2]
+    sampled = sorted(row["time/rollout"] for row in rows if "loss" in row)[len(steps) // 2]
     print(f"{len(gaps)} updates, largest gap of log-probs {max(gaps):.3f}, median step {middle:.2f} s")
+    drawn = [row for row in rows if "mismatch/sampler_z_run" in row]
+    print(f"median rollout {sampled:.2f} s, sampler z {drawn[-1]['mismatch/sampler_z_run']:.1f}" if drawn else "")
     return int(curve[-1][1] < least)
 
 

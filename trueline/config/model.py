@@ -21,7 +21,7 @@ def full_dtype(name: Any) -> Any:
 
 Dtype = Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(full_dtype)]
 LARGEST_PASS = 16384  # tokens; larger passes are no faster
-WORTHWHILE = 0.15  # of a step's tokens: what sharing prefixes has to save
+WORTHWHILE = 0.1  # of a step's tokens: what sharing prefixes has to save
 
 
 class LoraConfig(Config):
@@ -102,7 +102,7 @@ class RanksConfig(Config):
     packing: bool = True
     """Concatenate sequences without padding. false: pad them, for models that packed attention does not support."""
     share_prefixes: bool | Literal["auto"] = "auto"
-    """Compute tokens that sequences of a pass begin with once, e.g. a group's prompt. auto: if that saves 15 %."""
+    """Compute tokens that sequences of a pass begin with once, e.g. a group's prompt. auto: if that saves 10 %."""
     offload: Literal["none", "moments", "optimizer", "all"] | None = None
     """Move to the host: moments, optimizer (ZeRO 1-3), or all, weights too (ZeRO 3). null: moments when needed."""
 
@@ -131,6 +131,8 @@ class TrainingConfig(RanksConfig):
     """Clip gradients to this global norm. 0: off."""
     router_aux_loss_coef: float = Field(0.0, ge=0)
     """Weight of the loss that balances experts, e.g. 0.001; it costs an extra forward pass. 0: off."""
+    compile: bool = False
+    """Compile decoder layers (torch.compile): faster on GPUs, slow first step. Not with ZeRO 3, tensor parallelism."""
     ema_decay: float = Field(0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights, e.g. 0.999. 0: none is kept."""
     max_bad_steps: int = Field(3, ge=0)
@@ -178,6 +180,11 @@ def check_training(training: TrainingConfig, model: ModelConfig, section: str = 
         raise ConfigError(
             f"model.lora.rank={model.lora.rank} does not work with tensor parallelism: set model.tensor_parallel=1 "
             f"(got {model.tensor_parallel}); ZeRO saves memory too"
+        )
+    if training.compile and (training.zero_stage == 3 or model.tensor_parallel > 1):
+        raise ConfigError(
+            f"{section}.compile=true needs whole layers on every rank: set {section}.zero_stage=2 (got "
+            f"{training.zero_stage}) and model.tensor_parallel=1 (got {model.tensor_parallel})"
         )
     if model.lora.quantize and training.zero_stage == 3:
         raise ConfigError("model.lora.quantize=true cannot be sharded: set training.zero_stage=2 (got 3)")

@@ -90,6 +90,8 @@ class RolloutConfig(SamplingControls):
     """KV cache of an engine that runs on a CPU, in GiB."""
     cuda_graphs: bool = True
     """Capture CUDA graphs on GPUs: slower start, faster sampling."""
+    speculative: Literal["none", "ngram"] = "none"
+    """ngram: vLLM guesses tokens from repeated text and checks several at once. GPUs only."""
     lean_logprobs: bool = False
     """Keep the log-probs of vLLM's tokens on the device until a request ends. It has not run on GPUs yet."""
 

@@ -1,7 +1,8 @@
 """The LM head in slices: log-probs, entropies and divergences without ever holding all logits."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,10 @@ class HeadWork(NamedTuple):
     temperature: float
     chunk: int  # rows of logits held at a time
     entropy: bool  # also the variance of log p
+    compiled: bool = False  # few kernels for each slice
+
+    def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return compiled(function) if self.compiled else function
 
 
 class ChunkedHead(torch.autograd.Function):
@@ -38,12 +43,12 @@ class ChunkedHead(torch.autograd.Function):
         normalizers = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs) if work.entropy else None
         variance = torch.empty_like(logprobs) if work.entropy else None
+        read = work.kernel(read_slice)
         for rows in slices(len(targets), work.chunk):
-            logits = temper(hidden[rows], weight, bias, work.temperature)
-            normalizers[rows] = logits.logsumexp(-1)
-            logprobs[rows] = logits.gather(-1, targets[rows, None])[:, 0] - normalizers[rows]
+            found = read(hidden[rows], weight, bias, targets[rows], work.temperature, work.entropy)
+            normalizers[rows], logprobs[rows] = found[:2]
             if entropy is not None and variance is not None:
-                entropy[rows], variance[rows] = moments(logits.sub_(normalizers[rows, None]))
+                entropy[rows], variance[rows] = found[2:]
         ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropy)
         ctx.work = work
         ctx.set_materialize_grads(False)
@@ -59,14 +64,11 @@ class ChunkedHead(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        flow_back = work.kernel(slice_gradient)
         for rows in slices(len(targets), work.chunk):
-            scores = temper(hidden[rows], weight, bias, work.temperature).sub_(normalizers[rows, None])
-            if to_entropy is None:
-                flow = scores.exp_().mul_(-to_logprob[rows, None])
-            else:
-                flow = flow_with_entropy(scores, to_logprob[rows], to_entropy[rows], entropy[rows])
-            flow.scatter_add_(-1, targets[rows, None], to_logprob[rows, None])
-            flow = (flow if work.temperature == 1 else flow.div_(work.temperature)).to(hidden.dtype)
+            by_entropy = None if to_entropy is None else (to_entropy[rows], entropy[rows])
+            known = targets[rows], normalizers[rows], to_logprob[rows], by_entropy
+            flow = flow_back(hidden[rows], weight, bias, known, work.temperature)
             hidden_gradient[rows] = flow @ weight
             if weight_gradient is not None:
                 weight_gradient += flow.T @ hidden[rows]
@@ -74,6 +76,36 @@ class ChunkedHead(torch.autograd.Function):
                 bias_gradient += flow.sum(0)
         done = [total if total is None else total.to(hidden.dtype) for total in (weight_gradient, bias_gradient)]
         return hidden_gradient, done[0], done[1], None, None
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def read_slice(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, ...]:
+    """Return normalizers and log-probs of targets; on request also entropy and variance of log p."""
+    logits = temper(hidden, weight, bias, temperature)
+    normalizers = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets[:, None])[:, 0] - normalizers
+    more = moments(logits.sub_(normalizers[:, None])) if entropy else ()
+    return normalizers, logprobs, *more
+
+
+def slice_gradient(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, known: tuple[Any, ...], temperature: float
+) -> Tensor:
+    """Return the gradient by logits, in the type of the hidden states."""
+    targets, normalizers, to_logprob, by_entropy = known
+    scores = temper(hidden, weight, bias, temperature).sub_(normalizers[:, None])
+    if by_entropy is None:
+        flow = scores.exp_().mul_(-to_logprob[:, None])
+    else:
+        flow = flow_with_entropy(scores, to_logprob, *by_entropy)
+    flow.scatter_add_(-1, targets[:, None], to_logprob[:, None])
+    return (flow if temperature == 1 else flow.div_(temperature)).to(hidden.dtype)
 
 
 def moments(scores: Tensor) -> tuple[Tensor, Tensor]:

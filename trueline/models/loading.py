@@ -306,6 +306,13 @@ def load_model(
     return model
 
 
+def fits_whole(model: Any, device: torch.device, tensor_parallel: int) -> bool:
+    """Tell whether the whole model fits on the device, before tensor parallelism splits it."""
+    if device.type == "cpu" or tensor_parallel == 1:
+        return True
+    return sum(tensor.nbytes for tensor in model.parameters()) < torch.cuda.mem_get_info(device)[0] / 2  # type: ignore[no-any-return]
+
+
 def auto_class(settings: Any, head: str) -> Any:
     """Return the class of Transformers that loads a model with this head."""
     import transformers  # noqa: PLC0415

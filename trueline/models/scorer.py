@@ -36,6 +36,7 @@ class Scorer(nn.Module):
     """
 
     plain = False
+    compiled = False  # the head's slices
     top_k = 0  # experts per token, if a loss needs the routers' outputs
     replay: Replay | None = None  # of the engine's experts
 
@@ -91,7 +92,7 @@ class Scorer(nn.Module):
         # On the host, which need not wait for the device.
         predicts = arrangement.local(predicting(mask, lengths))
         wanted = to_device(predicts.nonzero()[:, 0], tokens.device)
-        head, work = self.model.get_output_embeddings(), HeadWork(temperature, self.chunk, entropy)
+        head, work = self.model.get_output_embeddings(), HeadWork(temperature, self.chunk, entropy, self.compiled)
         rows, teacher = arrangement.rows(wanted), self.teacher[0]
         chosen = hidden.index_select(0, rows)
         if teacher is None:

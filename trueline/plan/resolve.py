@@ -198,6 +198,7 @@ def check_rollout(rollout: ResolvedRollout, model: ModelConfig, facts: ModelFact
     """Return the longest sequence that sampling can make, or refuse what the model or the engine cannot do."""
     engine, longest, width = rollout.engine, rollout.longest(), rollout.tensor_parallel
     row, on_cpu = ROLLOUT_ENGINES[engine], not machine.gpus
+    place = "cpu" if on_cpu else "gpu"
     package, sizes = row.kinds.get(facts.kind, ""), row.cpu_head_sizes
     able, named = partial(others, "rollout"), f"model.path={model.path}: "
     lengths = f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens}"
@@ -213,6 +214,8 @@ def check_rollout(rollout: ResolvedRollout, model: ModelConfig, facts: ModelFact
         f"{able(lambda row: not row.kinds)}": bool(package) and importlib.util.find_spec(package) is None,
         f"rollout.engine={engine} divides no model: set rollout.tensor_parallel=1 (got {width}) or "
         f"{able(lambda row: row.tensor_parallel)}": width > 1 and not row.tensor_parallel,
+        f"rollout.speculative={rollout.speculative}: {engine} on a {place} cannot guess tokens and sample rightly: set "
+        "rollout.speculative=none": rollout.speculative != "none" and place not in row.speculates_on,
         f"rollout.tensor_parallel={width} does not divide the model's {facts.heads} heads": facts.heads % width > 0,
     }
     for problem, holds in problems.items():

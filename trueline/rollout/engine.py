@@ -54,6 +54,7 @@ class EngineSpec:
     cache_bytes: int = 0  # of its KV cache on each GPU; 0: measured by the engine
     experts: bool = False  # it returns the experts of each token
     structured: bool = False  # requests may have a structure, for which it loads the tokenizer
+    speculative: bool = False  # guess tokens from repeated text
     lean_logprobs: bool = False  # keep log-probs on the device until a request ends
 
 

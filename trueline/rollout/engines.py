@@ -46,6 +46,7 @@ class RolloutRow:
     experts_on: tuple[str, ...] = ()  # cpu, gpu: where it returns the experts of each token
     structures: bool = False  # it can enforce a JSON schema
     slow_seeds: bool = False  # on GPUs it samples completions with seeds one by one
+    speculates_on: tuple[str, ...] = ()  # cpu, gpu: where it can guess tokens, and samples rightly if it does
     lean_logprobs: bool = False  # it can keep log-probs on the device until a request ends
     sleeps: bool = True  # it releases its GPU memory while models train
     cpu_head_sizes: tuple[int, ...] = ()  # that its attention supports on CPUs; empty: any
@@ -84,6 +85,7 @@ ROLLOUT_ENGINES = {
         experts_on=("gpu",),
         structures=True,
         slow_seeds=True,
+        speculates_on=("gpu",),  # vLLM 0.32 on CPUs samples from another distribution, and returns wrong log-probs
         lean_logprobs=True,
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         cpu_differs=("lfm2",),  # vLLM 0.32, tiny models: 0.07 nats per token

@@ -44,6 +44,7 @@ from trueline.runtime.transport import Bucket, Link
 
 CPU_TOKENS_PER_STEP = 4096
 STRUCTURES = StructuredOutputsConfig(backend=BACKEND, disable_any_whitespace=True)
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 RECEIVER = "trueline.rollout.vllm_receiver.WeightReceiver"
 PARTS = {  # of a start, by what vLLM logs as each ends
     "Loading model from scratch": "set-up",
@@ -353,6 +354,7 @@ def engine_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:
         # Checked while requests are compiled: a structure that only compiling refuses would end vLLM.
         **({"structured_outputs_config": STRUCTURES} if spec.structured else {}),
         **({"enable_return_routed_experts": True} if spec.experts else {}),
+        **({"speculative_config": NGRAMS} if spec.speculative else {}),
     }
 
 

@@ -303,6 +303,7 @@ def engine_specs(
             cache_bytes=cache_bytes,
             structured=structured and ROLLOUT_ENGINES[rollout.engine].structures,
             experts=experts,
+            speculative=rollout.speculative != "none",
             lean_logprobs=rollout.lean_logprobs,
         )
         for number in range(layout.engines)

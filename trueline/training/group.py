@@ -58,6 +58,7 @@ class ModelGroup:
         self.halved = 0  # times that passes were halved because memory ran out
         self.sharing = not sharing_obstacle(config, self.mesh.ring) and config.share_prefixes
         self.proven, self.proving = False, threading.Lock()  # that sharing prefixes changes nothing
+        self.plain = False  # layers are not compiled any more
         self.report: Callable[[Finding], None] = lambda finding: None
         self.earlier: list[Report] = []  # of parts of the next step
         self.counted: list[tuple[float, int]] = []  # tokens of those parts: not computed again, and all
@@ -120,6 +121,7 @@ class ModelGroup:
                 self.earlier, self.counted = [], []
                 raise GradientsLost
             return self.update(samples, loss, settings, samples_per_row=samples_per_row)
+        self._tell(next((report.remark for report in reports if report.remark), ""))
         if isinstance(samples, StoredSamples) and (names := settings.kept_fields()):
             for block in self._blocks(samples, plan, names, kept):
                 samples.add(block)
@@ -133,6 +135,13 @@ class ModelGroup:
             return {}
         known = {"memory/halved": float(self.halved), "speed/shared_prefixes": float(saved / whole)}
         return reduce_reports(all_reports, settings.scale) | {name: value for name, value in known.items() if value}
+
+    def _tell(self, doubt: str) -> None:
+        """Report once why layers are not compiled."""
+        if doubt and not self.plain:
+            self.plain = True
+            what = f"{self.name}: {doubt}, so this run uses plain layers"
+            self.report(Finding(WATCH, "compiled_differs", what, "set compile=false", "compile"))
 
     def accumulate(self, samples: Samples, loss: str, settings: LossSettings) -> Metrics:
         """Accumulate the gradients of `update` without its step."""

@@ -75,6 +75,7 @@ class Report:
     entropies: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # in plan order
     gradient: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # some numbers of it
     out_of_memory: str = ""  # the error; the report is empty, no step was made, and gradients are discarded
+    remark: str = ""  # why its layers are not compiled
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:

@@ -22,8 +22,9 @@ from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, PolicyTrainingConfig, RanksConfig, TrainingConfig
 from trueline.data.batching import FILLER, MicroBatch, SampleReader, collate
 from trueline.data.types import Batch, LossOutput, ModelOutput, is_filled
+from trueline.models.compiling import CompiledLayers
 from trueline.models.head import HEAD_CHUNK
-from trueline.models.loading import DTYPES, ShareOut, load_model, load_tokenizer, shape_of
+from trueline.models.loading import DTYPES, ShareOut, fits_whole, load_model, load_tokenizer, shape_of
 from trueline.models.lora import adapters_off, add_lora
 from trueline.models.ring_attention import Mesh
 from trueline.models.routing import KEY, Replay
@@ -106,7 +107,7 @@ class Worker:
             for parameter in self.model.parameters():  # those that were not read from a file, or had to wait
                 share_out.shard(parameter)
         self.shapes = {name: shape_of(tensor) for name, tensor in self.model.named_parameters()}
-        is_whole = share_out is None and self._fits()
+        is_whole = share_out is None and fits_whole(self.model, self.device, config.tensor_parallel)
         if is_whole or share_out is not None:
             self.model.to(self.device)
         speaks = spec.head == "language" and spec.distillation_target is None
@@ -124,13 +125,9 @@ class Worker:
             with self.scorer.plainly():  # layers are gathered one by one, or stay split
                 probe.expect(lambda tokens: self._forward(tokens, [len(tokens)]))
         probe.compare(self._forward, self.model.get_input_embeddings())
+        compiles = isinstance(spec.ranks, TrainingConfig) and spec.ranks.compile
+        self.compiled = CompiledLayers(self.scorer) if compiles else None
         START.end("check")
-
-    def _fits(self) -> bool:
-        """Tell whether the whole model fits on the device, before tensor parallelism splits it."""
-        if self.device.type == "cpu" or self.spec.model.tensor_parallel == 1:
-            return True
-        return sum(tensor.nbytes for tensor in self.model.parameters()) < torch.cuda.mem_get_info(self.device)[0] / 2
 
     def _make_scorer(self) -> Scorer:
         spec, packing, make_target = self.spec, self.spec.ranks.packing, self.spec.distillation_target
@@ -154,8 +151,7 @@ class Worker:
 
     def _forward(self, tokens: Tensor, lengths: list[int]) -> Tensor:
         none = torch.zeros(len(lengths), device=self.device)
-        batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), lengths, none, none)
-        return only_output(self.engine.forward(batch, 1.0, entropy=False))
+        return self._outputs(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), lengths, none, none))
 
     def score(
         self, packed: SampleReader, passes: list[MicroBatch], temperature: float, reference: bool = False
@@ -176,8 +172,10 @@ class Worker:
             repeats = collate(packed, passes[0], self.device, experts=False).repeats[:COMPARED]
             some = sorted({at for repeat in repeats for at in (repeat.at, repeat.of)}) or [0]
             batch = collate(packed, [passes[0][at] for at in some], self.device, experts=False)
-            outputs = partial(self.engine.forward, temperature=1.0, entropy=False)
-            return sharing_gap(batch, lambda one: only_output(outputs(one)), self.model.get_input_embeddings())
+            return sharing_gap(batch, self._outputs, self.model.get_input_embeddings())
+
+    def _outputs(self, batch: Batch) -> Tensor:
+        return only_output(self.engine.forward(batch, 1.0, entropy=False))
 
     def score_kept(
         self, packed: SampleReader, passes: list[MicroBatch], field: str, temperature: float, reference: bool = False
@@ -235,6 +233,8 @@ class Worker:
 
     def accumulate(self, packed: SampleReader, passes: list[MicroBatch], loss: str, settings: LossSettings) -> Report:
         sums = reports.LossAccumulator()
+        if self.compiled is not None:
+            self.compiled.prove(collate(packed, passes[0][:1], self.device))
         logprobs: list[Tensor] = []
         entropies: list[Tensor] = []
         for number, micro_batch in enumerate(passes, 1):
@@ -254,6 +254,7 @@ class Worker:
             self.engine.backward(total, last=number == len(passes) and settings.then != "more")
             WORK.move()
         report = sums.report()
+        report.remark = "" if self.compiled is None else self.compiled.doubt
         report.logprobs = torch.cat(logprobs).cpu().numpy() if logprobs else report.logprobs
         report.entropies = torch.cat(entropies).float().cpu().numpy() if entropies else report.entropies
         return report

@@ -78,7 +78,7 @@ def test_who_computes_a_prompt() -> None:
         return sharing_line(ranks, ModelConfig(context_parallel=ring), "a group")
 
     once = "prefixes   the prompt of a group is computed once in a pass"
-    assert said() == f"{once}, if that saves 15% of a step's tokens (training.share_prefixes=auto)"
+    assert said() == f"{once}, if that saves 10% of a step's tokens (training.share_prefixes=auto)"
     assert said(True) == f"{once} (training.share_prefixes=true)"
     again = "prefixes   each sequence of a group computes the prompt again"
     assert said(False) == f"{again} (training.share_prefixes=false)"

@@ -608,6 +608,16 @@ def test_log_probs_stay_on_the_device_on_request(elsewhere: Any, gpus: int, word
     assert {spec.lean_logprobs for spec in specs} == {lean}
 
 
+def test_tokens_are_guessed_on_gpus_alone(elsewhere: Any) -> None:
+    asked = "rollout.speculative=ngram"
+    for words, guesses in (([], False), ([asked], True)):
+        plan = elsewhere(24, *words, gpus=1)
+        assert {spec.speculative for spec in engine_specs(plan.config.model, plan.rollout, plan.layout, 0)} == {guesses}
+    for words, where in (([asked], "vllm on a cpu"), ([asked, "rollout.engine=hf"], "hf on a gpu")):
+        with pytest.raises(ConfigError, match=rf"rollout\.speculative=ngram: {where} cannot guess.*speculative=none"):
+            elsewhere(24, *words, gpus=int("hf" in where))
+
+
 @pytest.mark.parametrize(
     ("gpus", "words", "seeded"),
     [(0, [], True), (1, [], False), (1, ["rollout.engine=hf"], True), (1, ["rollout.seeded=true"], True)],

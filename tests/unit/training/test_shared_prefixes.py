@@ -29,8 +29,8 @@ PROMPT, ANSWER = 34, 24
 Gradients = dict[str, np.ndarray]
 
 
-def minibatch(shared: int = PROMPT) -> list[Sample]:
-    samples = make_samples(10, seed=6, longest=ANSWER, shared=shared)
+def minibatch(shared: int = PROMPT, seed: int = 6) -> list[Sample]:
+    samples = make_samples(10, seed=seed, longest=ANSWER, shared=shared)
     for number, sample in enumerate(samples):
         sample.returns = sample.values = 0.1 * number * sample.mask
     set_weights(samples, "token_mean", 0)
@@ -145,9 +145,9 @@ def test_auto_shares_what_is_worthwhile(model_folder: Path, sharing: Any, shared
 
 
 def test_little_in_common_is_shared_only_on_request(model_folder: Path) -> None:
-    samples = [*minibatch(0), *minibatch()[:2]]
+    samples = [*minibatch(0), *minibatch(0, seed=7), *minibatch()[:2]]
     saved = [make_group(model_folder, sharing)[0].plan(samples).saved for sharing in ("auto", True)]
-    assert saved[0] == 0 < saved[1] < 0.15
+    assert saved[0] == 0 < saved[1] < 0.1
 
 
 def test_a_model_that_shares_wrongly_computes_sequences_whole(
