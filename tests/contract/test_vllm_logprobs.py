@@ -183,6 +183,15 @@ def test_interrupted_requests_have_those_of_their_tokens(
     check_true(model, answers)
 
 
+def test_an_idle_engine_can_be_interrupted(engine: Any, run: Run) -> None:
+    async def interrupt() -> None:
+        await engine.pause("interrupt")
+        await engine.resume()
+
+    run(interrupt())
+    assert len(run(sample(engine, PLAIN))) == 1
+
+
 def test_a_cancelled_request_leaves_nothing_behind(engine: Any, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = count_calls(monkeypatch, engine.llm, "step")
 

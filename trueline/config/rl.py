@@ -91,9 +91,9 @@ class RolloutConfig(SamplingControls):
     cuda_graphs: bool = True
     """Capture CUDA graphs on GPUs: slower start, faster sampling."""
     speculative: Literal["none", "ngram"] = "none"
-    """ngram: vLLM guesses tokens from repeated text and checks several at once. GPUs only."""
-    lean_logprobs: bool = False
-    """Keep the log-probs of vLLM's tokens on the device until a request ends. It has not run on GPUs yet."""
+    """ngram: vLLM guesses tokens from repeated text. GPUs only, and not tried there yet: watch mismatch/sampler_z."""
+    lean_logprobs: bool | None = None
+    """Keep the log-probs of vLLM's tokens on the device until a request ends. null: on GPUs."""
 
 
 class ResolvedRollout(RolloutConfig):
@@ -105,6 +105,7 @@ class ResolvedRollout(RolloutConfig):
     max_prompt_tokens: int
     seeded: bool = True
     workers: int = 0
+    lean_logprobs: bool = False
 
     def longest(self) -> int:
         """Return the tokens of the longest possible sequence."""

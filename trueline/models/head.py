@@ -26,7 +26,7 @@ class HeadWork(NamedTuple):
     compiled: bool = False  # few kernels for each slice
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return compiled(function) if self.compiled else function
+        return compile_kernel(function) if self.compiled else function
 
 
 class ChunkedHead(torch.autograd.Function):
@@ -79,7 +79,7 @@ class ChunkedHead(torch.autograd.Function):
 
 
 @cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 

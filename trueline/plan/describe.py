@@ -122,7 +122,7 @@ def ranks_line(name: str, world: int, ranks: RanksConfig, model: ModelConfig) ->
         f"tensor {model.tensor_parallel} x context {model.context_parallel}": model.width() > 1,
         f"micro-batches of up to {limit} tokens" if limit else "micro-batches as memory allows": True,
         "gradient checkpointing": trained and bool(model.gradient_checkpointing),
-        "compiled layers": isinstance(ranks, TrainingConfig) and ranks.compile,
+        "compiled layers": isinstance(ranks, TrainingConfig) and bool(ranks.compile),
     }
     return ", ".join(part for part, applies in parts.items() if applies)
 

@@ -21,6 +21,7 @@ from trueline.plan.memory import HOST_SHARE, Forecast, MemoryPool, ModelFootprin
 from trueline.plan.resolve import (
     check_engines,
     check_model_keys,
+    compile_keys,
     first_fitting_keys,
     rank_count,
     rate_findings,
@@ -93,7 +94,9 @@ def resolve(config: SupervisedConfig, facts: ModelFacts, machine: Machine) -> tu
                 "dtype": resolve_dtype(config.model.dtype, config.training, machine),
                 "path": resolve_path(config.model.path),
             },
-            "training": {"ranks": ranks} | rate_keys(facts.parameters, config.task, config.model, config.training),
+            "training": {"ranks": ranks}
+            | compile_keys(config, facts, machine)
+            | rate_keys(facts.parameters, config.task, config.model, config.training),
             "max_tokens": max_tokens,
         }
     )
@@ -152,8 +155,9 @@ def sharding_keys(config: SupervisedConfig, facts: ModelFacts, machine: Machine,
     on_host: Tree = {"training": {"offload": "optimizer"}}
     adapters: Tree = {"model": {"lora": {"rank": 16}}}
     tried = [sharded, on_host, merge(sharded, on_host), adapters, merge(adapters, sharded)]
+    undecided = config.with_keys({"training": {"compile": None}})
     return first_fitting_keys(
-        config, tried, lambda changed: bool(forecast_memory(changed, facts, machine, world, longest, propose=False))
+        undecided, tried, lambda changed: bool(forecast_memory(changed, facts, machine, world, longest, propose=False))
     )
 
 

@@ -19,6 +19,7 @@ from trueline.config.reward import RewardConfig
 from trueline.config.rl import OWN_GPU, ResolvedRollout, RLConfig, RolloutConfig
 from trueline.config.run import EnginesConfig
 from trueline.config.sampling import SamplingConfig
+from trueline.config.supervised import SupervisedConfig
 from trueline.models.loading import PAPER, ModelFacts, check_model, load_tokenizer
 from trueline.monitoring.findings import Finding
 from trueline.plan.memory import longest_cached
@@ -38,6 +39,7 @@ SMALLER, LARGER = 0.7, 0.3  # exponents of the size below and above that
 FACTORS = {"policy": 1, "preference": 1, "kto": 1}  # others imitate data or score, and take ten times as much
 ADAPTERS = 10  # times the rate of all weights
 LARGEST = 2e-3
+LONG_RUN = 100  # steps, in which compiling, 10 to 20 s at first, pays
 FAR, DIVERGES = 30, 100  # times the default: worth a finding; a bad one, where it is larger
 ROUND = (1, 2, 5, 10)
 NAMES = {"policy": "reinforcement learning", "preference": "preferences", "critic": "a critic"}
@@ -156,6 +158,7 @@ def resolve_rollout(
     needed = max(math.ceil(longest / PROMPT_STEP) * PROMPT_STEP, context - tokens)
     row = ROLLOUT_ENGINES[rollout.engine]
     slow_seeds = gpus > 0 and row.slow_seeds
+    simple = gpus > 0 and rollout.tensor_parallel == 1 and rollout.speculative == "none"
     values = {
         "engines": engines,
         "seeded": not slow_seeds if rollout.seeded is None else rollout.seeded,
@@ -164,7 +167,7 @@ def resolve_rollout(
         "max_new_tokens": tokens,
         "max_prompt_tokens": rollout.max_prompt_tokens or min(needed, room),
         "workers": rollout.workers or 0,
-        "lean_logprobs": row.lean_logprobs and rollout.lean_logprobs,
+        "lean_logprobs": row.lean_logprobs and (simple if rollout.lean_logprobs is None else rollout.lean_logprobs),
     }
     return ResolvedRollout.parse(rollout.model_dump() | values)
 
@@ -291,6 +294,15 @@ def rate_keys(parameters: int, kind: str, model: ModelConfig, training: Training
     """Return the learning rate of a section: the one that was set, or the default for this model."""
     suited = suited_rate(parameters, kind, adapters=model.lora.rank > 0)
     return {"learning_rate": suited if training.learning_rate is None else training.learning_rate}
+
+
+def compile_keys(config: RLConfig | SupervisedConfig, facts: ModelFacts, machine: Machine) -> Tree:
+    """Tell whether layers are compiled: where it was not set, if that works in one piece and pays."""
+    model, training = config.model, config.training
+    whole = training.zero_stage < 3 and model.width() == 1 and not model.lora.rank
+    suits = machine.gpus > 0 and whole and not facts.experts and not facts.family
+    pays = config.steps is None or config.steps >= LONG_RUN
+    return {"compile": suits and pays if training.compile is None else training.compile}
 
 
 def rate_line(

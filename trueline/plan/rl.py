@@ -42,6 +42,7 @@ from trueline.plan.resolve import (
     check_engines,
     check_model_keys,
     check_rollout,
+    compile_keys,
     contexts,
     first_fitting_keys,
     others,
@@ -304,7 +305,9 @@ def resolve(
     rollout = rollout.with_keys({"workers": worker_count(config, judges, machine)})
     values: Tree = {
         "placement": "colocated" if colocated else "separate",
-        "training": {"ranks": ranks} | rate_keys(facts.parameters, "policy", config.model, config.training),
+        "training": {"ranks": ranks}
+        | compile_keys(config, facts, machine)
+        | rate_keys(facts.parameters, "policy", config.model, config.training),
         "rollout": rollout.model_dump(),
         **{role.section: {"ranks": role.world} for role in roles},
         **{role.section: {"ranks": role.world} | rates for role, rates in trained},

@@ -67,6 +67,8 @@ class LogprobStore:
 
         The host has their tokens, so the device has their log-probs: another stream need not wait for a running step.
         """
+        if not ended:
+            return []
         with self._reading():
             parts = [self._part(*one) for one in ended]
             found = torch.cat(parts).cpu().split([len(part) for part in parts])

@@ -125,7 +125,7 @@ class Worker:
             with self.scorer.plainly():  # layers are gathered one by one, or stay split
                 probe.expect(lambda tokens: self._forward(tokens, [len(tokens)]))
         probe.compare(self._forward, self.model.get_input_embeddings())
-        compiles = isinstance(spec.ranks, TrainingConfig) and spec.ranks.compile
+        compiles = isinstance(spec.ranks, TrainingConfig) and bool(spec.ranks.compile)
         self.compiled = CompiledLayers(self.scorer) if compiles else None
         START.end("check")
 

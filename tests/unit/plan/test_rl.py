@@ -595,7 +595,10 @@ def test_weights_travel_through_what_models_and_engines_share(elsewhere: Any) ->
 @pytest.mark.parametrize(
     ("gpus", "words", "lean"),
     [
-        (1, [], False),
+        (0, [], False),
+        (1, [], True),
+        (1, ["rollout.lean_logprobs=false"], False),
+        (3, ["rollout.tensor_parallel=3"], False),
         (0, ["rollout.lean_logprobs=true"], True),
         (1, ["rollout.lean_logprobs=true"], True),
         (1, ["rollout.lean_logprobs=true", "rollout.engine=hf"], False),
@@ -606,6 +609,29 @@ def test_log_probs_stay_on_the_device_on_request(elsewhere: Any, gpus: int, word
     assert plan.rollout.lean_logprobs is plan.config.rollout.lean_logprobs is lean
     specs = engine_specs(plan.config.model, plan.rollout, plan.layout, 0)
     assert {spec.lean_logprobs for spec in specs} == {lean}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "compiled"),
+    [
+        (1, [], True),
+        (0, [], False),
+        (0, ["training.compile=true"], True),
+        (1, ["training.compile=false"], False),
+        (1, ["steps=99"], False),
+        (1, ["training.zero_stage=3"], False),
+        (3, ["model.tensor_parallel=3"], False),
+        (1, ["model.lora.rank=4"], False),
+    ],
+)
+def test_layers_are_compiled_where_that_works_and_pays(
+    elsewhere: Any, gpus: int, words: list[str], compiled: bool
+) -> None:
+    plan = elsewhere(24, "steps=100", *words, gpus=gpus)
+    assert plan.config.training.compile is compiled
+    assert (
+        any(line.startswith("policy") and "compiled layers" in line for line in describe(plan).splitlines()) is compiled
+    )
 
 
 def test_tokens_are_guessed_on_gpus_alone(elsewhere: Any) -> None:
