@@ -140,6 +140,10 @@ class Arrangement:
         Current.layout = PackedLayout(self.lengths)
         return {"input_ids": tokens[None], "position_ids": positions(self.lengths, tokens.device)[None]}
 
+    def spatial(self, places: Tensor) -> Tensor:
+        """Arrange positions in three dimensions as the model takes them, [N, 3] -> [3, rows, n]."""
+        return places.T[:, None]
+
     def hidden_rows(self, states: Tensor) -> Tensor:
         """Return the last hidden states as [n, H], one row per local position."""
         return states[0]
@@ -171,6 +175,9 @@ class Padded(Arrangement):
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
         return {"input_ids": torch.nn.utils.rnn.pad_sequence(tokens.split(self.lengths), batch_first=True)}
 
+    def spatial(self, places: Tensor) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(places.split(self.lengths), batch_first=True).permute(2, 0, 1)
+
     def hidden_rows(self, states: Tensor) -> Tensor:
         return torch.cat([row[:length] for row, length in zip(states, self.lengths, strict=True)])
 
@@ -200,6 +207,9 @@ class Shared(Arrangement):
         Current.layout = PackedLayout(self.own, keys=SharedKeys(self.lengths, self.row_of))
         places = positions(self.lengths, tokens.device)
         return {"input_ids": tokens[self.computed][None], "position_ids": places[self.computed][None]}
+
+    def spatial(self, places: Tensor) -> Tensor:
+        return super().spatial(places[self.computed])
 
     def rows(self, places: Tensor) -> Tensor:
         return self.row_of[places]

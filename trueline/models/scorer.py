@@ -20,7 +20,7 @@ from trueline.models.head import ChunkedHead, HeadWork, Teacher, chunked_diverge
 from trueline.models.loading import scoring_head
 from trueline.models.ring_attention import RingGroup
 from trueline.models.routing import Replay
-from trueline.models.vision import Vision, picture_tokens
+from trueline.models.vision import GRIDS, Vision, picture_tokens
 
 LENGTHS = (7, 5)  # of the sequences that the check compares
 LEAST = 1e-3  # a mean gap up to this is rounding in any model
@@ -78,6 +78,9 @@ class Scorer(nn.Module):
                 tokens, mask, lengths, pictures = self.vision.add_blank(tokens, mask, lengths)
             pixels = self.vision.pixels(pictures, self.model.dtype, tokens.device)
         arrangement = self.arrange(lengths, tokens.device, repeats or [])
+        if self.vision is not None and self.vision.family.spatial and pixels:
+            places = self.vision.places(self.model.base_model, tokens, lengths, pictures, pixels[GRIDS])
+            pixels["position_ids"] = arrangement.spatial(places)
         if self.replay is not None:
             self.replay.begin(None if experts is None else arrangement.expert_rows(experts))
         if self.plain:
@@ -127,7 +130,7 @@ class Scorer(nn.Module):
 
     def run(self, model: Any, arrangement: Arrangement, tokens: Tensor, **options: Any) -> Any:
         """Run the backbone, and check that every layer kept the sequences separate."""
-        states = model.base_model(**arrangement.inputs(tokens), use_cache=False, **options)
+        states = model.base_model(**(arrangement.inputs(tokens) | options), use_cache=False)
         layers = int(model.config.get_text_config().num_hidden_layers)
         if self.packed and Current.layout.calls != layers:
             raise ConfigError(
