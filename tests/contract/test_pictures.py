@@ -34,6 +34,7 @@ QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 MAKERS = {"idefics3": make_tiny_idefics, "llava": make_tiny_llava}
 MAKERS |= {kind: partial(make_tiny_qwen, kind=kind) for kind in QWENS}
 UNPACKED = ("qwen3_5",)  # a part of its layers is recurrent
+GRADIENT_TOLERANCE = {"qwen3_5": 5e-5}  # plain Transformers in float32 is 2e-5 away from itself in float64
 BETA, TOLERANCE = 0.1, 1e-5
 SETTINGS = {"sft": LossSettings(), "preference": LossSettings(1.0, PreferenceConfig(beta=BETA))}
 IMAGE = {"type": "image"}
@@ -180,7 +181,10 @@ class Divisions:
     @cache  # noqa: B019
     def plain(self, family: str, loss: str) -> tuple[float, dict[str, np.ndarray]]:
         path = self.models[family]
-        model, processor = AutoModelForImageTextToText.from_pretrained(path), load_processor(ModelConfig(path=path), family)
+        model, processor = (
+            AutoModelForImageTextToText.from_pretrained(path),
+            load_processor(ModelConfig(path=path), family),
+        )
         value = plain_loss(model, processor, loss)
         value.backward()
         gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
@@ -202,7 +206,7 @@ def test_loss_and_gradient_are_those_of_transformers(case: Case, loss: str, divi
     for name, tensor in expected.items():
         # The gradient of a bias of keys is rounding: softmax does not change with it.
         distance = np.linalg.norm(gradients[name] - tensor) / max(np.linalg.norm(tensor), 1e-3 * whole)
-        assert distance < TOLERANCE, f"{name}: {distance:.2e}"
+        assert distance < GRADIENT_TOLERANCE.get(case.family, TOLERANCE), f"{name}: {distance:.2e}"
 
 
 @pytest.mark.parametrize("family", MAKERS)

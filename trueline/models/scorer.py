@@ -72,7 +72,7 @@ class Scorer(nn.Module):
         pictures: list[tuple[Picture, ...]] | None = None,
     ) -> Outputs:
         """Run over tokens on the model's device; `mask` is on the host. Tokens that repeat others are not computed."""
-        count, pixels = len(tokens), {}
+        count, pixels, pictures = len(tokens), {}, pictures or []
         if self.vision is not None and not self.plain:
             if not pictures:
                 tokens, mask, lengths, pictures = self.vision.add_blank(tokens, mask, lengths)

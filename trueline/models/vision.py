@@ -221,12 +221,14 @@ def load_processor(config: ModelConfig, kind: str) -> Any:
     for the files of checkpoints.
     """
     import transformers  # noqa: PLC0415
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # noqa: PLC0415
+    from transformers import AutoProcessor  # noqa: PLC0415  (it completes the table)
+    from transformers.models.auto.auto_mappings import PROCESSOR_MAPPING_NAMES  # noqa: PLC0415
+    from transformers.utils.import_utils import is_torchvision_available  # noqa: PLC0415
 
     whole: Any = getattr(transformers, PROCESSOR_MAPPING_NAMES[kind])
     parts = whole.get_attributes()
-    if VIDEOS not in parts or transformers.utils.is_torchvision_available():
-        return transformers.AutoProcessor.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    if VIDEOS not in parts or is_torchvision_available():
+        return AutoProcessor.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     fewer = [part for part in parts if part != VIDEOS]
     processor: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(lambda _: fewer)})
     processor = processor.from_pretrained(config.path)
@@ -236,7 +238,7 @@ def load_processor(config: ModelConfig, kind: str) -> Any:
 
 def video_settings(path: str) -> Any:
     """Return a model's settings for videos, from the first file that has them, as Transformers finds them."""
-    from transformers.utils import cached_file  # noqa: PLC0415
+    from transformers.utils.hub import cached_file  # noqa: PLC0415
 
     for name in ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json"):
         file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
