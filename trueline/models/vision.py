@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from trueline.data.types import to_device
 
 CLASS = "AutoModelForImageTextToText"
 TEXT_FIELDS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}  # of a processor's output
+PARTS = ("tower", "projector")
 VIDEOS = "video_processor"  # a part of some processors
 TOKEN_KEYS = ("image_token_id", "image_token_index")  # of configurations
 GRIDS = "image_grid_thw"  # patches of each picture in time, height and width, where positions have three dimensions
@@ -41,8 +42,55 @@ class Family:
     spatial: bool = False  # positions have three dimensions (M-RoPE)
 
     def part(self, name: str) -> str:
-        """Return of what a parameter is: the projector, the tower, or the language model (empty)."""
-        return "projector" if name.startswith(self.projector) else "tower" if name.startswith(self.tower) else ""
+        """Return of what a parameter is: the projector, the tower, or the language model (empty).
+
+        In files, names may lack the first word.
+        """
+        whole = name if name.startswith("model.") else f"model.{name}"
+        return "projector" if whole.startswith(self.projector) else "tower" if whole.startswith(self.tower) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """What is known of a vision tower without loading it; all of it is zero in models of text."""
+
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    layers: int = 0
+    patches: int = 0  # that become one token
+    parameters: int = 0
+    projector: int = 0  # parameters
+
+    def frozen(self, trained: str) -> int:
+        """Count the parameters that are not trained; `trained` is model.train_vision."""
+        return {"none": self.parameters + self.projector, "projector": self.parameters, "all": 0}[trained]
+
+    def activations(self, tokens: float, kept: str) -> float:
+        """Count the numbers of a pass whose tokens are all of pictures: of the current layer, and what is kept."""
+        one = 12 * self.hidden_size + 4 * self.intermediate_size  # as in a layer of a language model
+        each = {"nothing": 0, "inputs": 2 * self.hidden_size, "layers": one}[kept]
+        return tokens * self.patches * (self.layers * each + 2 * one)
+
+
+def tower_of(settings: Any) -> Tower:
+    """Return what a configuration says of its tower."""
+    if family_of(settings) not in VISION_FAMILIES:
+        return Tower()
+    vision, whole = settings.vision_config.to_dict(), settings.to_dict()
+    hidden = vision.get("embed_dim") or vision["hidden_size"]  # Qwen2-VL has the language model's in the second
+    inner = vision.get("intermediate_size") or int(hidden * vision.get("mlp_ratio", 4))
+    layers = vision.get("depth") or vision["num_hidden_layers"]
+    merged = vision.get("spatial_merge_size") or whole.get("scale_factor") or 1
+    return Tower(hidden, inner, layers, merged**2, layers * hidden * (4 * hidden + 3 * inner))
+
+
+def count_tower(tower: Tower, family: str, sizes: dict[str, int]) -> Tower:
+    """Count parameters exactly, by the sizes of all tensors in a model's files."""
+    if family not in VISION_FAMILIES or not sizes:
+        return tower
+    parts = [VISION_FAMILIES[family].part(name) for name in sizes]
+    counts = {part: sum(size for one, size in zip(parts, sizes.values(), strict=True) if one == part) for part in PARTS}
+    return replace(tower, parameters=counts["tower"], projector=counts["projector"])
 
 
 MERGERS = ("model.visual.merger.", "model.visual.deepstack_merger_list.")
@@ -103,7 +151,7 @@ def freeze(model: Any, trained: str) -> None:
     """Freeze the vision tower, and the projector too if `trained` is none."""
     if (family := VISION_FAMILIES.get(model.config.model_type)) is None:
         return
-    frozen = {"none": ("tower", "projector"), "projector": ("tower",), "all": ()}[trained]
+    frozen = {"none": PARTS, "projector": PARTS[:1], "all": ()}[trained]
     for name, parameter in model.named_parameters():
         if family.part(name) in frozen:
             parameter.requires_grad_(False)

@@ -102,6 +102,31 @@ def test_processors_work_without_their_part_for_videos(tmp_path: Path) -> None:
         assert np.array_equal(array, again.arrays(shown)[name])
 
 
+@pytest.mark.parametrize("family", MAKERS)
+def test_the_tower_is_known_without_loading_it(family: str, tmp_path: Path) -> None:
+    """A pass has no more patches than so many for each of its tokens, so that tokens limit them too."""
+    folder = MAKERS[family](tmp_path)
+    facts, layout = check_model(ModelConfig(path=str(folder))), vision.VISION_FAMILIES[family]
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    counts = dict.fromkeys(("", *vision.PARTS), 0)
+    for name, parameter in model.named_parameters():
+        counts[layout.part(name)] += parameter.numel()
+    tower = facts.tower
+    assert (tower.parameters, tower.projector) == (counts["tower"], counts["projector"])
+    assert facts.parameters == sum(counts.values()) and (tower.layers, tower.hidden_size) == (2, 32)
+    assert [tower.frozen(what) for what in ("none", "projector", "all")] == [
+        counts["tower"] + counts["projector"],
+        counts["tower"],
+        0,
+    ]
+    ours = vision.load_vision(ModelConfig(path=str(folder)))
+    assert ours is not None
+    pixels = ours.arrays([(picture(1), picture(2, 60))])["pixel_values"]
+    patches = len(pixels) if vision.GRIDS in ours.arrays([(picture(1),)]) else pixels.size // (3 * 8 * 8)
+    shown = ours.tokens(ours.placeholder * 2, [picture(1), picture(2, 60)]).count(ours.processor.image_token_id)
+    assert patches == tower.patches * shown
+
+
 def test_positions_in_three_dimensions_begin_anew_in_every_sequence(tmp_path: Path) -> None:
     folder = make_tiny_qwen(tmp_path)
     ours = vision.load_vision(ModelConfig(path=str(folder)))
