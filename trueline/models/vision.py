@@ -176,7 +176,10 @@ class Vision(PictureTokens):
 
     def _process(self, text: str, pictures: Sequence[Picture]) -> Any:
         images = [picture.decode() for picture in pictures]
-        return self.processor(text=[text], images=[images], add_special_tokens=False, return_tensors="np")
+        try:
+            return self.processor(text=[text], images=[images], add_special_tokens=False, return_tensors="np")
+        except ValueError as error:  # such as of a picture that is only a line
+            raise ConfigError(f"the model's processor refuses its pictures ({error}): replace or delete them") from None
 
     def arrays(self, sequences: Sequence[tuple[Picture, ...]]) -> dict[str, np.ndarray]:
         """Return the arrays of all pictures of a pass, in its order; the same pictures are processed once."""

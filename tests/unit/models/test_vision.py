@@ -127,6 +127,15 @@ def test_the_tower_is_known_without_loading_it(family: str, tmp_path: Path) -> N
     assert patches == tower.patches * shown
 
 
+def test_a_picture_that_the_processor_refuses_is_named(tmp_path: Path) -> None:
+    make_picture(1, 300, 1).save(tmp_path / "line.png")
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": "what?", "completion": "a", "image": "line.png"}) + "\n")
+    keys = {"model": {"path": str(make_tiny_qwen(tmp_path / "model"))}, "data": {"path": str(data)}, "runtime": "local"}
+    with pytest.raises(ConfigError, match=r"rows\.jsonl.*1.*processor refuses its pictures .*aspect ratio"):
+        plan_supervised(SftConfig.parse(keys), here=False)
+
+
 def test_positions_in_three_dimensions_begin_anew_in_every_sequence(tmp_path: Path) -> None:
     folder = make_tiny_qwen(tmp_path)
     ours = vision.load_vision(ModelConfig(path=str(folder)))
