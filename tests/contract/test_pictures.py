@@ -14,7 +14,14 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForImageTextToText
 
-from tests.support.pictures import make_picture, make_tiny_idefics, make_tiny_llava, make_tiny_qwen, png
+from tests.support.pictures import (
+    make_picture,
+    make_tiny_gemma,
+    make_tiny_idefics,
+    make_tiny_llava,
+    make_tiny_qwen,
+    png,
+)
 from tests.support.ranks import run_ranks, started
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.data import DataConfig
@@ -31,7 +38,7 @@ from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 
 QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
-MAKERS = {"idefics3": make_tiny_idefics, "llava": make_tiny_llava}
+MAKERS = {"idefics3": make_tiny_idefics, "llava": make_tiny_llava, "gemma3": make_tiny_gemma}
 MAKERS |= {kind: partial(make_tiny_qwen, kind=kind) for kind in QWENS}
 UNPACKED = ("qwen3_5",)  # a part of its layers is recurrent
 GRADIENT_TOLERANCE = {"qwen3_5": 5e-5}  # plain Transformers in float32 is 2e-5 away from itself in float64

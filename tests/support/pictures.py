@@ -12,6 +12,10 @@ from transformers import (
     AutoModelForImageTextToText,
     CLIPImageProcessorPil,
     CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     Idefics3ImageProcessorPil,
@@ -84,6 +88,37 @@ def make_tiny_llava(folder: Path) -> Path:
         vision_feature_layer=-1,
     )
     return save_model(LlavaForConditionalGeneration, config, folder)
+
+
+def make_tiny_gemma(folder: Path) -> Path:
+    """A random Gemma 3: a picture has 16 tokens, which see each other, in layers with and without a window."""
+    marks = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<soft>"}
+    tokenizer = picture_tokenizer(TEMPLATE.replace("<image>", "<boi>"))
+    tokenizer.add_special_tokens({"additional_special_tokens": [*MARKS, *marks.values()]})
+    tokenizer._set_model_specific_special_tokens(marks)
+    pixels = Gemma3ImageProcessorPil(size={"height": 64, "width": 64})
+    Gemma3Processor(pixels, tokenizer, tokenizer.chat_template, image_seq_length=16).save_pretrained(folder)
+    small = small_config(tokenizer, max_position_embeddings=512)
+    text = {name: getattr(small, name) for name in (*SIZES, "bos_token_id", "eos_token_id", "pad_token_id")}
+    text |= {"head_dim": 16, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    config = Gemma3Config(
+        text_config=text | {"query_pre_attn_scalar": 16},
+        vision_config=TOWER | {"vision_use_head": False, "image_size": 64},
+        mm_tokens_per_image=16,
+        image_token_index=tokenizer.convert_tokens_to_ids("<soft>"),
+        boi_token_index=tokenizer.convert_tokens_to_ids("<boi>"),
+        eoi_token_index=tokenizer.convert_tokens_to_ids("<eoi>"),
+        tie_word_embeddings=False,
+    )
+    return save_model(seeing_gemma, config, folder)
+
+
+def seeing_gemma(config: Gemma3Config) -> Gemma3ForConditionalGeneration:
+    """A new one is blind, as its projector is zero, and sees little of its patches."""
+    model = Gemma3ForConditionalGeneration(config)
+    torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.2)
+    torch.nn.init.normal_(model.model.vision_tower.get_input_embeddings().weight, std=0.3)
+    return model
 
 
 def make_tiny_qwen(folder: Path, kind: str = "qwen2_5_vl") -> Path:

@@ -19,7 +19,13 @@ from trueline.data.sources import first_line
 from trueline.data.types import to_device
 
 CLASS = "AutoModelForImageTextToText"
-TEXT_FIELDS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}  # of a processor's output
+TEXT_FIELDS = {
+    "input_ids",
+    "attention_mask",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "num_crops",
+}  # of a processor's output, not for the tower
 PARTS = ("tower", "projector")
 VIDEOS = "video_processor"  # a part of some processors
 TOKEN_KEYS = ("image_token_id", "image_token_index")  # of configurations
@@ -28,7 +34,7 @@ MROPE = "positions in three dimensions (M-RoPE) that were not tried here"
 BOTH_WAYS = "attention in both directions among the tokens of a picture"
 OBSTACLES = {  # family -> what it has that training here does not
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), MROPE),
-    **dict.fromkeys(("gemma3", "gemma3n", "gemma4", "paligemma"), BOTH_WAYS),
+    **dict.fromkeys(("gemma3n", "gemma4", "paligemma"), BOTH_WAYS),
 }
 
 
@@ -40,6 +46,7 @@ class Family:
     projector: tuple[str, ...]  # makes embeddings of what the tower finds; may be a part of it
     axis: int  # of pixel arrays, along which pictures lie
     spatial: bool = False  # positions have three dimensions (M-RoPE)
+    two_way: bool = False  # the tokens of a picture see each other
 
     def part(self, name: str) -> str:
         """Return of what a parameter is: the projector, the tower, or the language model (empty).
@@ -80,8 +87,10 @@ def tower_of(settings: Any) -> Tower:
     hidden = vision.get("embed_dim") or vision["hidden_size"]  # Qwen2-VL has the language model's in the second
     inner = vision.get("intermediate_size") or int(hidden * vision.get("mlp_ratio", 4))
     layers = vision.get("depth") or vision["num_hidden_layers"]
-    merged = vision.get("spatial_merge_size") or whole.get("scale_factor") or 1
-    return Tower(hidden, inner, layers, merged**2, layers * hidden * (4 * hidden + 3 * inner))
+    patches = (vision.get("spatial_merge_size") or whole.get("scale_factor") or 1) ** 2
+    if "mm_tokens_per_image" in whole:
+        patches = (vision["image_size"] // vision["patch_size"]) ** 2 // whole["mm_tokens_per_image"]
+    return Tower(hidden, inner, layers, patches, layers * hidden * (4 * hidden + 3 * inner))
 
 
 def count_tower(tower: Tower, family: str, sizes: dict[str, int]) -> Tower:
@@ -99,6 +108,7 @@ MERGERS = ("model.visual.merger.", "model.visual.deepstack_merger_list.")
 VISION_FAMILIES = {  # by model_type in config.json
     **dict.fromkeys(("idefics3", "smolvlm"), Family("model.vision_model.", ("model.connector.",), axis=1)),
     "llava": Family("model.vision_tower.", ("model.multi_modal_projector.",), axis=0),
+    "gemma3": Family("model.vision_tower.", ("model.multi_modal_projector.",), axis=0, two_way=True),
     **dict.fromkeys(
         ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5"),
         Family("model.visual.", MERGERS, axis=0, spatial=True),
@@ -167,8 +177,8 @@ def vision_layers(kind: str) -> str | None:
 class Vision(PictureTokens):
     """A model's processor: the tokens of texts with pictures, and the arrays that its forward pass takes."""
 
-    def __init__(self, processor: Any, family: Family) -> None:
-        self.processor, self.family = processor, family
+    def __init__(self, processor: Any, family: Family, token: int) -> None:
+        self.processor, self.family, self.token = processor, family, token  # of each part of a picture
         self.placeholder = str(processor.image_token)
 
     def tokens(self, text: str, pictures: Sequence[Picture]) -> list[int]:
@@ -211,7 +221,7 @@ class Vision(PictureTokens):
         """Return positions in three dimensions, [N, 3]: those that the model gives each sequence by itself."""
         found, shown = [], grids.cpu().split([len(one) for one in pictures])
         for sequence, own in zip(tokens.cpu().split(lengths), shown, strict=True):
-            kinds = (sequence == self.processor.image_token_id).int()
+            kinds = (sequence == self.token).int()
             found.append(backbone.get_rope_index(sequence[None], kinds[None], image_grid_thw=own)[0][:, 0])
         return to_device(torch.cat(found, 1).T, tokens.device)
 
@@ -253,7 +263,8 @@ def load_vision(config: ModelConfig) -> Vision | None:
     """Load the processor of a model that reads pictures; None for other models."""
     from transformers import AutoConfig, ProcessorMixin  # noqa: PLC0415
 
-    kind = family_of(AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code))
+    settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+    kind = family_of(settings)
     if kind not in VISION_FAMILIES:
         return None
     try:
@@ -262,7 +273,7 @@ def load_vision(config: ModelConfig) -> Vision | None:
         raise ConfigError(f"model.path={config.path}: cannot load its processor ({first_line(error)})") from error
     if not isinstance(processor, ProcessorMixin):
         raise ConfigError(f"model.path={config.path}: no processor (processor_config.json): save it in the folder")
-    return Vision(processor, VISION_FAMILIES[kind])
+    return Vision(processor, VISION_FAMILIES[kind], picture_tokens(settings)[0])
 
 
 def load_processor(config: ModelConfig, kind: str) -> Any:

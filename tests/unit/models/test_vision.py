@@ -10,7 +10,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.support.pictures import SPAN, make_picture, make_tiny_idefics, make_tiny_llava, make_tiny_qwen, png
+from tests.support.pictures import (
+    SPAN,
+    make_picture,
+    make_tiny_gemma,
+    make_tiny_idefics,
+    make_tiny_llava,
+    make_tiny_qwen,
+    png,
+)
 from tests.support.tiny import make_tiny_model
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, RanksConfig
@@ -26,7 +34,7 @@ from trueline.offline.build import ReferenceCache
 from trueline.plan.offline import plan_supervised
 from trueline.training.group import ModelGroup
 
-MAKERS = {"idefics3": make_tiny_idefics, "llava": make_tiny_llava}
+MAKERS = {"idefics3": make_tiny_idefics, "llava": make_tiny_llava, "gemma3": make_tiny_gemma}
 MAKERS |= {kind: partial(make_tiny_qwen, kind=kind) for kind in ("qwen2_5_vl", "qwen3_vl")}
 
 
@@ -50,7 +58,7 @@ def samples(*seeds: int) -> list[Sample]:
     [
         ("", "reads only text"),
         ("glm4v", r"family glm4v, which has positions in three dimensions \(M-RoPE\) that were not tried here"),
-        ("gemma3", "family gemma3, which has attention in both directions among the tokens of a picture"),
+        ("paligemma", "family paligemma, which has attention in both directions among the tokens of a picture"),
         ("kosmos-2", "family kosmos-2, which has a layout of pixels that is not known here"),
     ],
 )
@@ -123,7 +131,7 @@ def test_the_tower_is_known_without_loading_it(family: str, tmp_path: Path) -> N
     assert ours is not None
     pixels = ours.arrays([(picture(1), picture(2, 60))])["pixel_values"]
     patches = len(pixels) if vision.GRIDS in ours.arrays([(picture(1),)]) else pixels.size // (3 * 8 * 8)
-    shown = ours.tokens(ours.placeholder * 2, [picture(1), picture(2, 60)]).count(ours.processor.image_token_id)
+    shown = ours.tokens(ours.placeholder * 2, [picture(1), picture(2, 60)]).count(ours.token)
     assert patches == tower.patches * shown
 
 
