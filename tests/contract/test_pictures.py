@@ -81,10 +81,13 @@ ALONE = [
     ),
     *(Case(family, checkpointing=True) for family in ("idefics3", "qwen2_5_vl")),
     *(Case(engine="deepspeed", stage=stage, rows=1) for stage in (0, 2, 3)),
+    *(Case("qwen2_5_vl", "deepspeed", stage, packing, rows=1) for stage in (0, 3) for packing in (True, False)),
 ]
 # With one row per pass, a pass of one rank has no picture, while the other rank's has.
 PAIR = [Case(engine="deepspeed", stage=stage, rows=1, world=2) for stage in (0, 2, 3)]
-PAIR += [Case("qwen2_5_vl", "deepspeed", stage, packing, rows=1, world=2) for stage, packing in ((0, True), (3, False))]
+PAIR += [
+    Case("qwen2_5_vl", "deepspeed", stage, packing, rows=1, world=2) for stage in (0, 3) for packing in (True, False)
+]
 
 
 def picture(seed: int) -> bytes:
