@@ -4,7 +4,7 @@ Covers `trueline.models.vision`.
 """
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,16 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText
 
-from tests.support.pictures import make_picture, make_tiny_idefics, make_tiny_llava, png
+from tests.support.pictures import (
+    make_picture,
+    make_tiny_gemma,
+    make_tiny_idefics,
+    make_tiny_llava,
+    make_tiny_qwen,
+    png,
+)
 from tests.support.ranks import run_ranks, started
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.data import DataConfig
@@ -26,10 +33,15 @@ from trueline.data.formats import read_conversations, read_pairs
 from trueline.data.rows import Located
 from trueline.data.types import Sample, pack_samples
 from trueline.models.loading import load_chat
+from trueline.models.vision import load_processor
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 
-MAKERS = {"idefics3": make_tiny_idefics, "llava": make_tiny_llava}
+QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+MAKERS = {"idefics3": make_tiny_idefics, "llava": make_tiny_llava, "gemma3": make_tiny_gemma}
+MAKERS |= {kind: partial(make_tiny_qwen, kind=kind) for kind in QWENS}
+UNPACKED = ("qwen3_5",)  # a part of its layers is recurrent
+GRADIENT_TOLERANCE = {"qwen3_5": 5e-5}  # plain Transformers in float32 is 2e-5 away from itself in float64
 BETA, TOLERANCE = 0.1, 1e-5
 SETTINGS = {"sft": LossSettings(), "preference": LossSettings(1.0, PreferenceConfig(beta=BETA))}
 IMAGE = {"type": "image"}
@@ -60,12 +72,22 @@ class Case:
 
 
 ALONE = [
-    *(Case(family, packing=packing, rows=rows) for family in MAKERS for packing in (True, False) for rows in (None, 2)),
-    Case(checkpointing=True),
+    *(
+        Case(family, packing=packing, rows=rows)
+        for family in MAKERS
+        for packing in (True, False)
+        for rows in (None, 2)
+        if not (packing and family in UNPACKED)
+    ),
+    *(Case(family, checkpointing=True) for family in ("idefics3", "qwen2_5_vl")),
     *(Case(engine="deepspeed", stage=stage, rows=1) for stage in (0, 2, 3)),
+    *(Case("qwen2_5_vl", "deepspeed", stage, packing, rows=1) for stage in (0, 3) for packing in (True, False)),
 ]
 # With one row per pass, a pass of one rank has no picture, while the other rank's has.
 PAIR = [Case(engine="deepspeed", stage=stage, rows=1, world=2) for stage in (0, 2, 3)]
+PAIR += [
+    Case("qwen2_5_vl", "deepspeed", stage, packing, rows=1, world=2) for stage in (0, 3) for packing in (True, False)
+]
 
 
 def picture(seed: int) -> bytes:
@@ -139,7 +161,8 @@ def plain_logprobs(model: Any, processor: Any, texts: list[tuple[str, str]], see
 
 def plain_loss(model: Any, processor: Any, loss: str) -> torch.Tensor:
     def asked(parts: list[Any]) -> str:
-        return "user:" + "".join(part if isinstance(part, str) else "<image>" for part in parts) + "\nassistant:"
+        content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+        return str(processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True))
 
     seeds = [row[0] for row in ROWS]
     good = plain_logprobs(model, processor, [(asked(row[1]), f"{row[2]}</s>") for row in ROWS], seeds)
@@ -168,7 +191,10 @@ class Divisions:
     @cache  # noqa: B019
     def plain(self, family: str, loss: str) -> tuple[float, dict[str, np.ndarray]]:
         path = self.models[family]
-        model, processor = AutoModelForImageTextToText.from_pretrained(path), AutoProcessor.from_pretrained(path)
+        model, processor = (
+            AutoModelForImageTextToText.from_pretrained(path),
+            load_processor(ModelConfig(path=path), family),
+        )
         value = plain_loss(model, processor, loss)
         value.backward()
         gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
@@ -185,17 +211,17 @@ def divisions(tmp_path_factory: pytest.TempPathFactory) -> Divisions:
 def test_loss_and_gradient_are_those_of_transformers(case: Case, loss: str, divisions: Divisions) -> None:
     (value, gradients), (expected_value, expected) = divisions.take(case, loss), divisions.plain(case.family, loss)
     assert value == pytest.approx(expected_value, abs=TOLERANCE)
-    assert any("vision" in name for name in expected)
+    assert any("vis" in name for name in expected)
     whole = np.sqrt(sum(np.square(tensor).sum() for tensor in expected.values()))
     for name, tensor in expected.items():
         # The gradient of a bias of keys is rounding: softmax does not change with it.
         distance = np.linalg.norm(gradients[name] - tensor) / max(np.linalg.norm(tensor), 1e-3 * whole)
-        assert distance < TOLERANCE, f"{name}: {distance:.2e}"
+        assert distance < GRADIENT_TOLERANCE.get(case.family, TOLERANCE), f"{name}: {distance:.2e}"
 
 
 @pytest.mark.parametrize("family", MAKERS)
 def test_other_pictures_are_another_loss(family: str, divisions: Divisions) -> None:
-    case = Case(family)
+    case = Case(family, packing=family not in UNPACKED)
     for name, seeds in {"exchanged": {2: 3, 3: 2}, "replaced": {1: 5}}.items():
         folder = divisions.folder / f"{family}-{name}"
         (results,) = run_ranks(take, 1, folder, divisions.models, [case], seeds)

@@ -1,15 +1,19 @@
 """A small model learns from pictures through the command line, and what it saves opens in Transformers."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
-from tests.support.pictures import make_picture, make_tiny_idefics
+from tests.support.pictures import make_picture, make_tiny_idefics, make_tiny_qwen
 from trueline.cli import main
+from trueline.config.model import ModelConfig
+from trueline.models.vision import load_processor
 from trueline.training.export import export
 
 STEPS, ROWS = 12, 8
@@ -26,9 +30,9 @@ def row(number: int, verb: str, picture: str) -> dict[str, Any]:
     return {"prompt": asked, "chosen": good, "rejected": bad}
 
 
-def train(folder: Path, verb: str, *words: str) -> int:
+def train(folder: Path, verb: str, *words: str, make: Callable[[Path], Path] = make_tiny_idefics) -> int:
     if not (folder / "model").exists():
-        make_tiny_idefics(folder / "model")
+        make(folder / "model")
         for number in range(ROWS):
             make_picture(number % 2, 40 + number).save(folder / f"{number}.png")
     data = folder / f"{verb}.jsonl"
@@ -46,10 +50,11 @@ def losses(folder: Path, verb: str) -> tuple[float, float]:
 
 def first_letters(folder: Path) -> str:
     """What is most likely after either picture, by what `from_pretrained` makes of a folder."""
-    model, processor = AutoModelForImageTextToText.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    processor = load_processor(ModelConfig(path=str(folder)), model.config.model_type)
     asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
     text = processor.apply_chat_template(asked, add_generation_prompt=True)
-    batch = processor(text=[text] * 2, images=[[make_picture(0)], [make_picture(1)]], return_tensors="pt")
+    batch = processor(text=[text] * 2, images=[[make_picture(0, 42)], [make_picture(1, 41)]], return_tensors="pt")
     with torch.no_grad():
         return str(processor.tokenizer.decode(model(**batch).logits[:, -1].argmax(-1)))
 
@@ -69,6 +74,18 @@ def test_a_task_learns_from_pictures(verb: str, tmp_path: Path, capsys: pytest.C
     found = AutoModelForImageTextToText.from_pretrained(saved).state_dict()
     changed = {name for name, tensor in found.items() if not torch.equal(tensor, start[name])}
     assert changed and not any("vision_model" in name or "connector" in name for name in changed)
+
+
+def test_a_model_with_positions_in_three_dimensions_learns(tmp_path: Path) -> None:
+    """Its checkpoint, with its processor, opens in Transformers and says what was learned; adapters do so too."""
+    assert train(tmp_path, "sft", "steps=40", make=make_tiny_qwen) == 0
+    first, last = losses(tmp_path, "sft")
+    assert last < 0.9 * first
+    saved = tmp_path / "sft" / "checkpoints" / "step_000040" / "model"
+    assert first_letters(saved) == "ca"
+    assert train(tmp_path, "dpo", "model.lora.rank=4", "steps=2") == 0
+    adapter = load_file(tmp_path / "dpo" / "checkpoints" / "step_000002" / "model" / "adapter_model.safetensors")
+    assert adapter and all(".language_model." in name for name in adapter)
 
 
 @pytest.mark.parametrize(("trained", "parts"), [("projector", {"connector"}), ("all", {"connector", "vision_model"})])

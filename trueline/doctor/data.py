@@ -1,10 +1,12 @@
 """Checks of the rows and of the rewards that they get: what a run would learn by mistake, or not at all."""
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 
 from trueline.config.environment import EnvironmentConfig
 from trueline.config.reward import RewardConfig, RewardPartConfig
+from trueline.config.rl import RolloutConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.data.messages import content_of
 from trueline.doctor.case import Case, DataRow
@@ -13,6 +15,8 @@ from trueline.monitoring.findings import BAD, FINE, WATCH, Finding
 from trueline.plan.rewards import MADE_UP, Trial, label_remark
 from trueline.rewards.combined import kind_of
 from trueline.rewards.functions import REWARDS
+
+PICTURED = 32  # rows whose pictures are processed
 
 
 def repeated_rows(case: Case) -> Iterator[Finding]:
@@ -88,6 +92,33 @@ def trailing_space(case: Case) -> Iterator[Finding]:
         yield Finding(WATCH, "trailing_space", what, why, "data.prompt_column")
 
 
+def picture_tokens(case: Case) -> Iterator[Finding]:
+    """Say how many tokens pictures have, and find rows whose context they fill."""
+    vision, rows = case.chat.vision if case.chat else None, [row for row in case.rows if row.pictures][:PICTURED]
+    if vision is None or not rows:
+        return
+    counts = [[len(vision.tokens(vision.placeholder, [picture])) for picture in row.pictures] for row in rows]
+    each = sorted(count for row in counts for count in row)
+    what = f"pictures have {each[0]} to {each[-1]} tokens each ({len(each)} checked)"
+    yield Finding(FINE, "picture_tokens", what, "", "data.max_pixels")
+    key, limit = context_of(case)
+    if full := [row for row, own in zip(rows, counts, strict=True) if sum(own) > limits.PICTURES_FILL * limit]:
+        part = share(len(full), len(rows), "rows checked")
+        what = f"pictures take more than {limits.PICTURES_FILL:.0%} of {key}={limit} in {part}, e.g. {full[0].place}"
+        why = "little room is left for words: lower data.max_pixels, use fewer pictures, or raise the limit"
+        yield Finding(WATCH, "picture_context", what, why, "data.max_pixels")
+
+
+def context_of(case: Case) -> tuple[str, int]:
+    """Return the limit of a row's tokens, and the key that sets it."""
+    if isinstance(case.config, SupervisedConfig) and case.config.max_tokens:
+        return "max_tokens", case.config.max_tokens
+    rollout = case.section("rollout", RolloutConfig)
+    if rollout is not None and rollout.max_prompt_tokens:
+        return "rollout.max_prompt_tokens", rollout.max_prompt_tokens
+    return "the model's context", case.facts.context if case.facts else sys.maxsize
+
+
 def share_of(case: Case, part: int) -> str:
     return share(part, len(case.rows), "sampled rows" if case.total else "rows")
 
@@ -159,4 +190,4 @@ def label_findings(trial: Trial, part: RewardPartConfig, values: str, key: str) 
 
 
 LABEL_CHECKS = (empty_labels, equal_labels, mixed_labels, leaked_labels)
-CHECKS = (repeated_rows, contradictions, leaked_rows, *LABEL_CHECKS, trailing_space)
+CHECKS = (repeated_rows, contradictions, leaked_rows, *LABEL_CHECKS, trailing_space, picture_tokens)

@@ -19,6 +19,7 @@ from trueline.models import ring_attention as rings
 from trueline.models.ring_attention import RingGroup, Spans, boundaries, takes_flash
 
 NAME = "trueline_packed"
+KINDS = "token_type_ids"  # by which a model finds the tokens of pictures
 REFUSED = {  # arguments of some architectures' attention functions
     "softcap": "soft-capped attention scores",
     "s_aux": "attention sinks",
@@ -36,6 +37,7 @@ class PackedLayout:
     lengths: list[int]  # on this rank; those of queries, where keys are shared
     ring: RingGroup | None = None  # other ranks hold the rest of each sequence
     keys: "SharedKeys | None" = None  # some sequences begin with tokens of others
+    blocks: Tensor | None = None  # [n], the number of each token's picture, whose tokens see each other; -1: words
     calls: int = 0  # of the attention function, during this pass
 
 
@@ -86,6 +88,8 @@ def packed_attention(
     elif layout.keys is not None:
         spans = Spans(layout.lengths, layout.keys.lengths, causal=True, window=window)
         out = rings.gathered_attention(parts[0], parts[1], parts[2], layout.keys.rows, spans, scale)
+    elif layout.blocks is not None:
+        out = two_way_attention(parts, layout.lengths, layout.blocks, scale, window)
     else:
         attend = varlen_attention if takes_flash(parts[0]) else sequence_by_sequence
         out = attend(parts[0], parts[1], parts[2], layout.lengths, scale, window)
@@ -126,19 +130,47 @@ def sequence_by_sequence(
     return torch.cat(outs)
 
 
+def two_way_attention(
+    parts: list[Tensor], lengths: list[int], blocks: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Attend causally in one sequence after the other, and in both directions inside of blocks."""
+    outs, grouped = [], parts[0].shape[1] != parts[1].shape[1]
+    for *piece, block in zip(*(part.split(lengths) for part in (*parts, blocks)), strict=True):
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in piece)  # [1, heads, T, D] each
+        together = (block[:, None] == block) & (block >= 0)
+        seen = rings.seen_keys(len(block), len(block), None, block.device) | together
+        seen = seen if window is None else seen.triu(1 - window)  # which holds for pictures too
+        out = scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=grouped)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+def blocks_of(pictured: Tensor) -> Tensor:
+    """Number the runs of tokens of pictures, [N] bool -> [N]."""
+    begins = pictured & ~torch.cat([pictured.new_zeros(1), pictured[:-1]])
+    return torch.where(pictured, begins.cumsum(0), -1)
+
+
 AttentionInterface.register(NAME, packed_attention)
 
 
 class Arrangement:
     """Convert between the flat axis [N] of a batch and the input of one rank's model, in which it stays flat."""
 
+    pictured: Tensor | None = None  # [N] bool, tokens of pictures, where those of one see each other
+
     def __init__(self, lengths: list[int]) -> None:
         self.lengths = lengths
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
         """Return the model's arguments."""
-        Current.layout = PackedLayout(self.lengths)
+        blocks = None if self.pictured is None else blocks_of(self.pictured)
+        Current.layout = PackedLayout(self.lengths, blocks=blocks)
         return {"input_ids": tokens[None], "position_ids": positions(self.lengths, tokens.device)[None]}
+
+    def spatial(self, places: Tensor) -> Tensor:
+        """Arrange positions in three dimensions as the model takes them, [N, 3] -> [3, rows, n]."""
+        return places.T[:, None]
 
     def hidden_rows(self, states: Tensor) -> Tensor:
         """Return the last hidden states as [n, H], one row per local position."""
@@ -169,7 +201,12 @@ class Padded(Arrangement):
     """Sequences padded on the right, so that causal attention needs no mask."""
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
-        return {"input_ids": torch.nn.utils.rnn.pad_sequence(tokens.split(self.lengths), batch_first=True)}
+        given = {"input_ids": tokens} if self.pictured is None else {"input_ids": tokens, KINDS: self.pictured.long()}
+        parts = {name: tensor.split(self.lengths) for name, tensor in given.items()}
+        return {name: torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for name, part in parts.items()}
+
+    def spatial(self, places: Tensor) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(places.split(self.lengths), batch_first=True).permute(2, 0, 1)
 
     def hidden_rows(self, states: Tensor) -> Tensor:
         return torch.cat([row[:length] for row, length in zip(states, self.lengths, strict=True)])
@@ -200,6 +237,9 @@ class Shared(Arrangement):
         Current.layout = PackedLayout(self.own, keys=SharedKeys(self.lengths, self.row_of))
         places = positions(self.lengths, tokens.device)
         return {"input_ids": tokens[self.computed][None], "position_ids": places[self.computed][None]}
+
+    def spatial(self, places: Tensor) -> Tensor:
+        return super().spatial(places[self.computed])
 
     def rows(self, places: Tensor) -> Tensor:
         return self.row_of[places]

@@ -95,6 +95,7 @@ class ModelFacts:
     kind: str = ""  # model_type of its configuration
     unpackable: str = ""  # why its sequences cannot be packed
     family: str = ""  # model_type of the whole, if it has a vision tower
+    tower: vision.Tower = vision.Tower()
 
 
 def check_model(
@@ -147,13 +148,16 @@ def check_settings(config: ModelConfig, folder: Path, settings: dict[str, Any]) 
     key_heads, head_size = settings.get("num_key_value_heads") or heads, settings.get("head_dim") or hidden // heads
     size = settings.get("moe_intermediate_size") or settings.get("intermediate_size") or 4 * hidden
     experts = next((settings[name] for name in EXPERTS if settings.get(name)), 0)
-    if files := list(folder.glob("*.safetensors")):
-        entries = [entry for file in files for entry in read_header(file).values()]
-        parameters = sum(torch.Size(entry["shape"]).numel() for entry in entries)
+    entries = {name: entry for file in folder.glob("*.safetensors") for name, entry in read_header(file).items()}
+    sizes = {name: torch.Size(entry["shape"]).numel() for name, entry in entries.items()}
+    family = settings.get("family", "")
+    tower = vision.count_tower(settings.get("tower", vision.Tower()), family, sizes)
+    if sizes:
+        parameters = sum(sizes.values())
     else:  # from the shape, with gated MLPs
         layer = 2 * hidden * head_size * (heads + key_heads) + 3 * hidden * size * (experts or 1) + 2 * hidden
         tables = 1 if settings.get("tie_word_embeddings") else 2
-        parameters = int(layers * layer + tables * vocabulary * hidden)
+        parameters = int(layers * layer + tables * vocabulary * hidden) + tower.parameters
     return ModelFacts(
         parameters=parameters,
         context=settings.get("max_position_embeddings") or 2048,
@@ -168,7 +172,8 @@ def check_settings(config: ModelConfig, folder: Path, settings: dict[str, Any]) 
         balanced=experts > 0 and "router_aux_loss_coef" in settings,
         kind=settings.get("model_type") or "",
         unpackable=unpackable(settings),
-        family=settings.get("family", ""),
+        family=family,
+        tower=tower,
     )
 
 
@@ -194,7 +199,8 @@ def load_settings(config: ModelConfig) -> dict[str, Any]:
     settings, whole = dict(text.to_dict()), loaded.to_dict()
     common = {common: settings[own] for common, own in text.attribute_map.items() if own in settings}
     own = {key: whole[key] for key in WHOLE if key in whole}
-    return settings | common | own | {"num_labels": loaded.num_labels, "family": vision.family_of(loaded)}
+    seen = {"family": vision.family_of(loaded), "tower": vision.tower_of(loaded)}
+    return settings | common | own | seen | {"num_labels": loaded.num_labels}
 
 
 def remedy(error: Exception, config: ModelConfig) -> str:

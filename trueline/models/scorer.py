@@ -20,7 +20,7 @@ from trueline.models.head import ChunkedHead, HeadWork, Teacher, chunked_diverge
 from trueline.models.loading import scoring_head
 from trueline.models.ring_attention import RingGroup
 from trueline.models.routing import Replay
-from trueline.models.vision import Vision, picture_tokens
+from trueline.models.vision import GRIDS, Vision, picture_tokens
 
 LENGTHS = (7, 5)  # of the sequences that the check compares
 LEAST = 1e-3  # a mean gap up to this is rounding in any model
@@ -73,18 +73,18 @@ class Scorer(nn.Module):
         pictures: list[tuple[Picture, ...]] | None = None,
     ) -> Outputs:
         """Run over tokens on the model's device; `mask` is on the host. Tokens that repeat others are not computed."""
-        count, pixels = len(tokens), {}
-        if self.vision is not None and not self.plain:
-            if not pictures:
-                tokens, mask, lengths, pictures = self.vision.add_blank(tokens, mask, lengths)
-            pixels = self.vision.pixels(pictures, self.model.dtype, tokens.device)
+        count, seen, pictures = len(tokens), {}, pictures or []
+        if self.vision is not None and not self.plain and not pictures:
+            tokens, mask, lengths, pictures = self.vision.add_blank(tokens, mask, lengths)
         arrangement = self.arrange(lengths, tokens.device, repeats or [])
+        if self.vision is not None and not self.plain:
+            seen = self.look(self.vision, arrangement, tokens, pictures)
         if self.replay is not None:
             self.replay.begin(None if experts is None else arrangement.expert_rows(experts))
         if self.plain:
             return {"logprobs": plain_logprobs(self.model, tokens)}
         options = {"output_router_logits": True} if self.top_k else {}
-        states = self.run(self.model, arrangement, tokens, **pixels, **options)
+        states = self.run(self.model, arrangement, tokens, **seen, **options)
         hidden, routed = arrangement.hidden_rows(states.last_hidden_state), self.router_outputs(states, arrangement)
         if not self.has_language_head:
             scores = arrangement.spread(scoring_head(self.model)[1](hidden).float())
@@ -108,6 +108,18 @@ class Scorer(nn.Module):
                 routed[name] = arrangement.whole(local).roll(1)[:count]
         return routed
 
+    def look(
+        self, vision: Vision, arrangement: Arrangement, tokens: Tensor, pictures: list[tuple[Picture, ...]]
+    ) -> dict[str, Tensor]:
+        """Return what the model takes besides tokens if there are pictures."""
+        given = vision.pixels(pictures, self.model.dtype, tokens.device)
+        if vision.family.spatial:
+            places = vision.places(self.model.base_model, tokens, arrangement.lengths, pictures, given[GRIDS])
+            given["position_ids"] = arrangement.spatial(places)
+        if vision.family.two_way:
+            arrangement.pictured = tokens == vision.token
+        return given
+
     @contextmanager
     def plainly(self) -> Iterator[None]:
         """Use transformers' own forward pass, for one sequence at a time."""
@@ -128,7 +140,7 @@ class Scorer(nn.Module):
 
     def run(self, model: Any, arrangement: Arrangement, tokens: Tensor, **options: Any) -> Any:
         """Run the backbone, and check that every layer kept the sequences separate."""
-        states = model.base_model(**arrangement.inputs(tokens), use_cache=False, **options)
+        states = model.base_model(**(arrangement.inputs(tokens) | options), use_cache=False)
         layers = int(model.config.get_text_config().num_hidden_layers)
         if self.packed and Current.layout.calls != layers:
             raise ConfigError(

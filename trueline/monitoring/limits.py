@@ -41,6 +41,7 @@ FIRST_STEPS = 2  # some tensors get their first gradient only in the second step
 # Thresholds of the doctor.
 LONG_LABEL, MANY = 8, 0.5  # characters that a prompt hardly holds by chance; share of the rows
 LONG_ROWS = Limits(0.05, 0.5)  # shares of the rows
+PICTURES_FILL = 0.5  # of the context
 MANY_EPOCHS = 100
 TEMPERATURES = (0.5, 1.5)
 DISK = Limits(0.8, 1.0)  # of the free space

@@ -243,7 +243,7 @@ def weight_bytes(tenant: ModelFootprint) -> float:
 def trained_parameters(tenant: ModelFootprint) -> float:
     """Count what a rank's gradients are of, before ranks divide it; adapters are small."""
     trained = isinstance(tenant.ranks, TrainingConfig) and not tenant.model.lora.rank
-    return cut_parameters(tenant) if trained else 0.0
+    return cut_parameters(tenant) - tenant.facts.tower.frozen(tenant.model.train_vision) if trained else 0.0
 
 
 def cut_parameters(tenant: ModelFootprint) -> float:
@@ -266,18 +266,20 @@ def place_tokens(sequences: float, longest: float, world: int, model: ModelConfi
 
 def activation_bytes(tenant: ModelFootprint, tokens: float, checkpointing: bool, device: str) -> float:
     """Count what a pass keeps of every layer for its gradient, the current layer twice, and the head's slice."""
-    facts, model = tenant.facts, tenant.model
-    width = bytes_of(model.dtype)
+    facts, model, width = tenant.facts, tenant.model, bytes_of(tenant.model.dtype)
     chunk = min(tokens, model.head_chunk_tokens or HEAD_CHUNK[device])
     logits = 3 * 4 * chunk * facts.vocabulary
     # Of each token: two norms with float32 copies, inputs of projections, attention, and four of the MLP's.
     attention = 2 * (facts.heads + facts.key_heads) * facts.head_size
     layer = tokens * width * (8 * facts.hidden_size + attention + 4 * facts.intermediate_size)
+    seen = width * facts.tower.activations(tokens, "nothing")  # gone before the language model begins
     if not isinstance(tenant.ranks, TrainingConfig):
-        return layer + logits
+        return max(layer + logits, seen)
     kept = tokens * width * 2 * facts.hidden_size if checkpointing else layer
     head = 0 if model.lora.rank else facts.vocabulary * facts.hidden_size * (4 + width)  # its gradient
-    return facts.layers * kept + 2 * layer + logits + head
+    whole = facts.layers * kept + 2 * layer + logits + head
+    learning = width * facts.tower.activations(tokens, "inputs" if checkpointing else "layers")
+    return whole + learning if model.train_vision == "all" else max(whole, seen)
 
 
 def engine_weights(rollout: RolloutConfig, facts: ModelFacts) -> float:

@@ -12,11 +12,18 @@ from typing import Any
 import pytest
 
 from tests.support.clinic import diagnosed, make_clinic
+from tests.support.pictures import make_picture, make_tiny_qwen, png
+from tests.support.tiny import make_tiny_model
 from trueline.cli import main
+from trueline.config.model import ModelConfig
 from trueline.config.rl import RLConfig
+from trueline.config.supervised import SftConfig
+from trueline.data.pictures import Picture
 from trueline.doctor import training
 from trueline.doctor.case import Case, DataRow
+from trueline.doctor.data import picture_tokens
 from trueline.doctor.training import short_completions
+from trueline.models.loading import load_chat
 from trueline.monitoring.findings import FAILING, Finding
 from trueline.plan import rewards
 
@@ -219,3 +226,17 @@ def test_labels_longer_than_an_answer_are_told_of_from_a_twentieth_on(long: int,
     found = list(short_completions(Case(config, None, chat, rows, [])))
     assert [one.level for one in found] == levels
     assert all(f"{long} of 20 labels checked" in one.what for one in found)
+
+
+@pytest.mark.parametrize(("most", "full"), [(64, False), (16, True)])
+def test_what_pictures_take_of_the_context_is_told(most: int, full: bool, tmp_path: Path) -> None:
+    """A picture of 64 x 64 pixels has 16 tokens, one of 32 x 32 has four; the last row has no picture."""
+    chat = load_chat(ModelConfig(path=str(make_tiny_qwen(tmp_path))), "auto")
+    shown = [Picture(png(make_picture(size, size, size)), size, size) for size in (64, 32)]
+    rows = [DataRow([], (), f"row {at}", pictures=some) for at, some in enumerate(((shown[1],), tuple(shown), ()))]
+    tokens, *rest = picture_tokens(Case(SftConfig.parse({"max_tokens": most}), None, chat, rows, []))
+    assert (tokens.level, tokens.what) == ("fine", "pictures have 4 to 16 tokens each (3 checked)")
+    words = f"pictures take more than 50% of max_tokens={most} in 1 of 2 rows checked (50 %), e.g. row 1"
+    assert [(one.level, one.code, one.what) for one in rest] == [("watch", "picture_context", words)] * full
+    blind = load_chat(ModelConfig(path=str(make_tiny_model(tmp_path / "text", tied=True))), "auto")
+    assert not list(picture_tokens(Case(SftConfig(), None, blind, rows, [])))

@@ -1,21 +1,32 @@
 """Vision-language models: what is refused of them by name, what is frozen, and pictures that must not be mixed up."""
 
 import json
+from functools import partial
 from pathlib import Path
+from shutil import copy
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.support.pictures import make_picture, make_tiny_idefics, make_tiny_llava, png
+from tests.support.pictures import (
+    SPAN,
+    make_picture,
+    make_tiny_gemma,
+    make_tiny_idefics,
+    make_tiny_llava,
+    make_tiny_qwen,
+    png,
+)
 from tests.support.tiny import make_tiny_model
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, RanksConfig
 from trueline.config.supervised import SftConfig
 from trueline.data.pictures import Picture
-from trueline.data.types import Sample
+from trueline.data.types import Repeat, Sample
 from trueline.models import vision
+from trueline.models.attention import Arrangement, Padded, Shared
 from trueline.models.loading import check_model, load_model, load_tokenizer
 from trueline.models.ring_attention import Mesh
 from trueline.models.scorer import Probe
@@ -23,7 +34,8 @@ from trueline.offline.build import ReferenceCache
 from trueline.plan.offline import plan_supervised
 from trueline.training.group import ModelGroup
 
-MAKERS = {"idefics3": make_tiny_idefics, "llava": make_tiny_llava}
+MAKERS = {"idefics3": make_tiny_idefics, "llava": make_tiny_llava, "gemma3": make_tiny_gemma}
+MAKERS |= {kind: partial(make_tiny_qwen, kind=kind) for kind in ("qwen2_5_vl", "qwen3_vl")}
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +57,8 @@ def samples(*seeds: int) -> list[Sample]:
     ("family", "reason"),
     [
         ("", "reads only text"),
-        ("qwen2_5_vl", r"family qwen2_5_vl, which has positions in three dimensions \(M-RoPE\)"),
-        ("gemma3", "family gemma3, which has attention in both directions among the tokens of a picture"),
+        ("glm4v", r"family glm4v, which has positions in three dimensions \(M-RoPE\) that were not tried here"),
+        ("paligemma", "family paligemma, which has attention in both directions among the tokens of a picture"),
         ("kosmos-2", "family kosmos-2, which has a layout of pixels that is not known here"),
     ],
 )
@@ -74,19 +86,86 @@ def test_a_model_without_its_processor_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", MAKERS)
 def test_what_is_frozen(family: str, tmp_path: Path) -> None:
-    folder = MAKERS[family](tmp_path)
-    layout = vision.VISION_FAMILIES[family]
-    for trained, frozen in {
-        "none": {layout.tower, layout.projector},
-        "projector": {layout.tower},
-        "all": set(),
-    }.items():
+    folder, layout = MAKERS[family](tmp_path), vision.VISION_FAMILIES[family]
+    for trained, frozen in {"none": {"tower", "projector"}, "projector": {"tower"}, "all": set()}.items():
         model = load_model(ModelConfig(path=str(folder), train_vision=trained), torch.float32, packed=True)
-        found = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        assert {
-            prefix for prefix in (layout.tower, layout.projector) for name in found if name.startswith(prefix)
-        } == frozen
-        assert all(name.startswith(tuple(frozen)) for name in found)
+        parts: dict[bool, set[str]] = {True: set(), False: set()}
+        for name, parameter in model.named_parameters():
+            parts[parameter.requires_grad].add(layout.part(name))
+        assert parts == {False: frozen, True: {"", "tower", "projector"} - frozen}
+
+
+def test_processors_work_without_their_part_for_videos(tmp_path: Path) -> None:
+    """Its settings still come with what is saved."""
+    loaded = vision.load_vision(ModelConfig(path=str(make_tiny_qwen(tmp_path / "old"))))  # has preprocessor_config.json
+    assert loaded is not None
+    loaded.processor.save_pretrained(tmp_path / "new")
+    copy(tmp_path / "old" / "config.json", tmp_path / "new")
+    saved = json.loads((tmp_path / "new" / "processor_config.json").read_text())
+    assert saved["video_processor"]["patch_size"] == 8 and saved["processor_class"] == "Qwen2_5_VLProcessor"
+    again = vision.load_vision(ModelConfig(path=str(tmp_path / "new")))
+    assert again is not None and vision.video_settings(str(tmp_path / "new")) == saved["video_processor"]
+    shown = [(picture(1), picture(2))]
+    for name, array in loaded.arrays(shown).items():
+        assert np.array_equal(array, again.arrays(shown)[name])
+
+
+@pytest.mark.parametrize("family", MAKERS)
+def test_the_tower_is_known_without_loading_it(family: str, tmp_path: Path) -> None:
+    """A pass has no more patches than so many for each of its tokens, so that tokens limit them too."""
+    folder = MAKERS[family](tmp_path)
+    facts, layout = check_model(ModelConfig(path=str(folder))), vision.VISION_FAMILIES[family]
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    counts = dict.fromkeys(("", *vision.PARTS), 0)
+    for name, parameter in model.named_parameters():
+        counts[layout.part(name)] += parameter.numel()
+    tower = facts.tower
+    assert (tower.parameters, tower.projector) == (counts["tower"], counts["projector"])
+    assert facts.parameters == sum(counts.values()) and (tower.layers, tower.hidden_size) == (2, 32)
+    assert [tower.frozen(what) for what in ("none", "projector", "all")] == [
+        counts["tower"] + counts["projector"],
+        counts["tower"],
+        0,
+    ]
+    ours = vision.load_vision(ModelConfig(path=str(folder)))
+    assert ours is not None
+    pixels = ours.arrays([(picture(1), picture(2, 60))])["pixel_values"]
+    patches = len(pixels) if vision.GRIDS in ours.arrays([(picture(1),)]) else pixels.size // (3 * 8 * 8)
+    shown = ours.tokens(ours.placeholder * 2, [picture(1), picture(2, 60)]).count(ours.token)
+    assert patches == tower.patches * shown
+
+
+def test_a_picture_that_the_processor_refuses_is_named(tmp_path: Path) -> None:
+    make_picture(1, 300, 1).save(tmp_path / "line.png")
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"prompt": "what?", "completion": "a", "image": "line.png"}) + "\n")
+    keys = {"model": {"path": str(make_tiny_qwen(tmp_path / "model"))}, "data": {"path": str(data)}, "runtime": "local"}
+    with pytest.raises(ConfigError, match=r"rows\.jsonl.*1.*processor refuses its pictures .*aspect ratio"):
+        plan_supervised(SftConfig.parse(keys), here=False)
+
+
+def test_positions_in_three_dimensions_begin_anew_in_every_sequence(tmp_path: Path) -> None:
+    folder = make_tiny_qwen(tmp_path)
+    ours = vision.load_vision(ModelConfig(path=str(folder)))
+    assert ours is not None
+    backbone = AutoModelForImageTextToText.from_pretrained(folder).base_model
+    shown = [(picture(1),), (), (picture(2), picture(3, 60))]
+    tokens = [torch.tensor(ours.tokens(text, some)) for text, some in ((f"a{SPAN}b", shown[0]), (2 * SPAN, shown[2]))]
+    tokens.insert(1, tokens[0][-1:].repeat(5))  # words
+    lengths = [len(one) for one in tokens]
+    grids = torch.from_numpy(ours.arrays(shown)[vision.GRIDS])
+    found = ours.places(backbone, torch.cat(tokens), lengths, shown, grids)
+    first, second, third = found.split(lengths)
+    assert first[2:6].tolist() == [[2, 2, 2], [2, 2, 3], [2, 3, 2], [2, 3, 3]] and first[6].tolist() == [4, 4, 4]
+    assert second.tolist() == [[at] * 3 for at in range(len(second))]
+    assert third[0].tolist() == [0, 0, 0] and third.shape == (lengths[2], 3)
+    padded = Padded(lengths).spatial(found)
+    assert padded.shape == (3, 3, max(lengths)) and torch.equal(padded[:, 0, : lengths[0]].T, first)
+    assert torch.equal(Arrangement(lengths).spatial(found)[:, 0].T, found)
+    repeat = [Repeat(2, 0, 1)]  # of which no position is computed again
+    assert torch.equal(
+        Shared(lengths, repeat, found.device).spatial(found)[:, 0].T, torch.cat([first, second, third[1:]])
+    )
 
 
 def test_dropout_is_off_in_all_parts(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from trueline.config.base import ConfigError, parse_override
 from trueline.config.model import CriticConfig, FrozenConfig, ModelConfig, RanksConfig, TrainingConfig
 from trueline.config.rl import ResolvedRollout
 from trueline.models.loading import ModelFacts
+from trueline.models.vision import Tower
 from trueline.plan.describe import memory_lines
 from trueline.plan.memory import (
     CONTEXT,
@@ -117,6 +118,26 @@ def test_activations_grow_with_tokens_and_with_the_mlp() -> None:
     assert per_token(tenant()) == pytest.approx((30 + 2) * layer)
     assert per_token(tenant(), checkpointing=True) == pytest.approx(30 * 2 * 576 * 4 + 2 * layer)
     assert per_token(tenant(FrozenConfig())) == pytest.approx(layer)
+
+
+def test_a_frozen_tower_has_weights_and_no_gradient() -> None:
+    """Its activations are gone before the language model's begin; those of a trained one stay."""
+    tower = Tower(hidden_size=1280, intermediate_size=3420, layers=32, patches=4, parameters=10**7, projector=10**6)
+    facts, layer = replace(SMOLLM2, tower=tower), 4 * 4 * (12 * 1280 + 4 * 3420)
+    for trained, frozen in (("none", 11 * 10**6), ("projector", 10**7), ("all", 0)):
+        found = model_bytes(tenant(facts=facts, train_vision=trained))
+        assert found == 4 * SMOLLM2.parameters + (4 + 8) * (SMOLLM2.parameters - frozen)
+        bare, seen = (
+            activation_bytes(tenant(facts=one, train_vision=trained), 4096, False, "cpu") for one in (SMOLLM2, facts)
+        )
+        assert seen == bare + (trained == "all") * 4096 * 34 * layer
+    checkpointed = [
+        activation_bytes(tenant(facts=one, train_vision="all"), 4096, True, "cpu") for one in (SMOLLM2, facts)
+    ]
+    assert checkpointed[1] - checkpointed[0] == 4096 * (32 * 4 * 4 * 2 * 1280 + 2 * layer)
+    for ranks in (FrozenConfig(), TrainingConfig()):  # a small language model behind a large tower
+        small = replace(facts, layers=1, hidden_size=8, intermediate_size=8, vocabulary=8)
+        assert activation_bytes(tenant(ranks, small), 4096, False, "cpu") == 4096 * 2 * layer
 
 
 def test_the_heads_slice_is_that_of_the_device() -> None:
