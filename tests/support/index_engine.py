@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from trueline.data.pictures import Shown
 from trueline.data.types import Completion, Prompt
 from trueline.rewards.base import RewardFailure
 from trueline.rollout.engine import SamplingParams
@@ -27,7 +28,9 @@ class IndexEngine:
     async def call(self, method: Callable[..., Any], *args: Any) -> Any:
         return await self.generate(*args)
 
-    async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+    async def generate(
+        self, tokens: list[int], params: SamplingParams, request: str, shown: Shown | None = None
+    ) -> Completion:
         prompt = self.tokenizer.decode(tokens)
         assert request not in self.requests, "two requests have one name"
         self.requests[request] = (prompt, params.seed)

@@ -59,7 +59,7 @@ QWEN_TEXTS = {
 }
 
 
-def make_tiny_idefics(folder: Path) -> Path:
+def make_tiny_idefics(folder: Path, **text: Any) -> Path:
     """A random Idefics3, the family of SmolVLM: a picture of more than 32 x 32 pixels is cut into tiles."""
     tokenizer = picture_tokenizer()
     sizes = {"size": {"longest_edge": 64}, "max_image_size": {"longest_edge": 32}}
@@ -68,7 +68,7 @@ def make_tiny_idefics(folder: Path) -> Path:
     processor.save_pretrained(folder)
     config = Idefics3Config(
         vision_config=TOWER | {"initializer_range": 0.2},
-        text_config=small_config(tokenizer, max_position_embeddings=512),
+        text_config=small_config(tokenizer, max_position_embeddings=512, **text),
         image_token_id=processor.image_token_id,
         scale_factor=2,
         pad_token_id=tokenizer.pad_token_id,

@@ -1,5 +1,6 @@
 """An engine that only samples, as one behind somebody else's server would."""
 
+from trueline.data.pictures import Shown
 from trueline.data.types import Completion
 from trueline.rollout.engine import EngineSpec, RequestBook, SamplingEngine, SamplingParams
 from trueline.rollout.engines import RolloutRow
@@ -11,7 +12,9 @@ class SamplingOnly(SamplingEngine):
     def __init__(self, spec: EngineSpec) -> None:
         self.book = RequestBook(self.generate)
 
-    async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+    async def generate(
+        self, tokens: list[int], params: SamplingParams, request: str, shown: Shown | None = None
+    ) -> Completion:
         return Completion.of(tokens, [-1.0] * len(tokens), 0, "stop")
 
 

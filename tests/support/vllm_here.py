@@ -56,7 +56,7 @@ class EngineHere(VllmEngine):
 
         receiver = self.llm.model_executor.driver_worker.worker
         await self._call(receiver._reload, plan_buckets(specs, BUCKET_BYTES), take)
-        assert await self._call(self.llm.reset_prefix_cache)
+        await self._empty_caches()
         self.version = version
 
 

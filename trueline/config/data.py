@@ -37,6 +37,8 @@ class SourceConfig(Config):
     """Arguments for the chat template, such as enable_thinking=false; the saved template keeps them as defaults."""
     shuffle: bool = True
     """Shuffle rows with the run's seed, differently in every epoch."""
+    max_pixels: int = Field(1_048_576, ge=1)
+    """Most pixels of a picture; a larger one is made smaller when it is read, in proportion."""
 
     def check_keys(self) -> None:
         if self.path and self.mixture:
@@ -77,8 +79,6 @@ class DataConfig(SourceConfig):
     """Column with the label of a completion, or with labels of its steps. null: label or labels."""
     text_column: str | None = None
     """Column with plain text for continued pre-training. null: text."""
-    max_pixels: int = Field(1_048_576, ge=1)
-    """Most pixels of a picture; a larger one is made smaller when it is read, in proportion."""
     too_long: Literal["error", "truncate", "drop"] = "error"
     """For rows above max_tokens. error: stop and name the row. truncate (on the right) and drop: rows are counted."""
     step_separator: str = "\n"

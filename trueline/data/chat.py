@@ -1,14 +1,14 @@
 """Encode messages as tokens and masks, and decode sampled tokens."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal
 
 from trueline.config.base import ConfigError
 from trueline.data.messages import Message, Tool, called_functions, content_of, texts_of
-from trueline.data.pictures import Picture, PictureTokens, count_placeholders
+from trueline.data.pictures import Picture, PictureTokens, Shown, count_placeholders, image_parts
 from trueline.data.template import (
     END_OF_THOUGHT,
     MARK,
@@ -16,6 +16,7 @@ from trueline.data.template import (
     Template,
     Written,
     add_reasoning,
+    learned_text,
     reader_of,
     unseen_fields,
 )
@@ -44,6 +45,7 @@ class OpenPrompt:
     messages: list[Message] = field(default_factory=list)
     shaped: list[Message] = field(default_factory=list)  # the same, as the template takes them
     tools: Sequence[Tool] = ()
+    shown: Shown | None = None  # the pictures of a prompt that begins a sequence
 
 
 class ChatFormat:
@@ -64,7 +66,7 @@ class ChatFormat:
         self.template = Template(tokenizer, arguments or {})
         self.read_reply = reader_of(self.template.source) if self.templated else None
         self.variants: dict[str, ChatFormat] = {}
-        self.begun: dict[str, list[int]] = {}  # the last prompts -> their tokens
+        self.begun: dict[tuple[str, tuple[Picture, ...]], tuple[list[int], Shown | None]] = {}  # the last prompts
         # What it has done so far: joined messages by line breaks, rendered a system message, rendered a call
         self.joins = self.systems = self.calls = False
         self.left_out: set[str] = set()  # fields of the data that some rendering did not show
@@ -90,6 +92,13 @@ class ChatFormat:
         parts = (texts[at : at + COUNTED] for at in range(0, len(texts), COUNTED))
         return [len(one) for part in parts for one in encode(part, add_special_tokens=special)]
 
+    def is_picture(self, token: int) -> bool:
+        return self.vision is not None and token == self.vision.token
+
+    def sampled_stops(self) -> tuple[int, ...]:
+        """Return the tokens that end a completion; a picture's, which no model may go on from, is one of them."""
+        return tuple(sorted({*self.stop_ids, *([self.vision.token] if self.vision is not None else [])}))
+
     def with_arguments(self, arguments: Mapping[str, Any]) -> "ChatFormat":
         """Return the same format with more template arguments than the run's."""
         if not arguments:
@@ -101,16 +110,30 @@ class ChatFormat:
             self.variants[name].vision = self.vision
         return self.variants[name]
 
-    def begin(self, messages: list[Message], tools: Sequence[Tool] = ()) -> OpenPrompt:
+    def begin(
+        self, messages: list[Message], tools: Sequence[Tool] = (), pictures: tuple[Picture, ...] = ()
+    ) -> OpenPrompt:
         """Return the prompt that begins a sequence; the completions of a group begin with the same one."""
         text = self.prompt_text(messages, tools)
-        if text not in self.begun:
-            self.begun[text] = self._tokens(text, special=not self.templated)
+        if (text, pictures) not in self.begun:
+            self.begun[text, pictures] = self._first_tokens(text, messages, pictures)
         if len(self.begun) > MOST_BEGUN:
             del self.begun[next(iter(self.begun))]
+        tokens, shown = self.begun[text, pictures]
         shaped = self.template.shape(messages) if self.templated else []
-        known = [Written(tool) for tool in tools]
-        return OpenPrompt(self.begun[text], text, messages, shaped, known)
+        return OpenPrompt(tokens, text, messages, shaped, [Written(tool) for tool in tools], shown)
+
+    def _first_tokens(
+        self, text: str, messages: list[Message], pictures: tuple[Picture, ...]
+    ) -> tuple[list[int], Shown | None]:
+        """Return a prompt's tokens, and how engines get its pictures."""
+        brief = self._tokens(text, special=not self.templated)
+        if count_placeholders(self.vision, text, messages) != len(pictures):
+            raise ConfigError(f"it shows {sum(1 for _ in image_parts(messages))} pictures, but has {len(pictures)}")
+        if not pictures or self.vision is None:
+            return brief, None
+        tokens = self.vision.tokens(text, pictures)
+        return tokens, Shown(pictures, brief, len(tokens))
 
     def continuation(
         self, messages: list[Message], new: list[Message], tools: Sequence[Tool] = (), last: int | None = None
@@ -129,6 +152,8 @@ class ChatFormat:
         if not self.templated:
             text = "".join(f"\n{self._plain_text(message)}" for message in new)
             return OpenPrompt([self._end()] * (last not in self.stop_ids) + self.text_tokens(text))
+        if any(True for _ in image_parts(new)):
+            raise ConfigError("only the messages before the first reply may show pictures: leave out the others")
         write, shape_one, messages = self.template.write, self.template.shape_one, [*before.messages, reply, *new]
         shaped = [*before.shaped, shape_one(reply), *map(shape_one, new)]
         whole = write(shaped, before.tools, open_turn=True)
@@ -415,23 +440,6 @@ def check_completion(completion: str, message: Message, turn: int, *, shows_call
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that matches any of these texts."""
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True) if text) or r"(?!)")
-
-
-def learned_text(prompt: str, full: str, other: Callable[[], str], said: str = "") -> str:
-    """Return what `full` adds to `prompt`; `other` renders another completion, `said` is the message before."""
-    shared = shared_length(prompt, full)
-    if not prompt[shared:].strip():
-        return full[shared:]
-    start = shared_length(other(), full)  # of the turn's own text
-    if said and said in full[shared:start]:  # the template rewrites what came before: do not learn that
-        opened, header = (text.rpartition(said)[2] for text in (prompt, full[:start]))
-        return (header.removeprefix(opened) if header.startswith(opened) else "") + full[start:]
-    return full[min(shared, start) :]  # the opened turn may by chance begin like the completion
-
-
-def shared_length(one: str, other: str) -> int:
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 def join_pieces(pieces: list[Piece]) -> Encoded:

@@ -1,9 +1,11 @@
 """Pictures of dataset rows: read, checked and made small enough once; they stay encoded until a model needs pixels."""
 
+import base64
 import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
@@ -17,8 +19,10 @@ from trueline.data.rows import Located
 COLUMNS = ("images", "image")  # beside the prompt or the messages
 PAYLOADS = ("image", "path", "url")  # keys of a part, the first that it has
 MOST_PIXELS = 100_000_000  # of a file; larger ones are not even decoded
+TOKEN_BYTES = 4
+MOST_WRITTEN = 64  # pictures as text that are kept
 TWO_IN_ONE = "MPO"  # photos of some phones: a JPEG file with a second one behind it
-TRAINED_BY = "sft, dpo with its family, and kto"
+TRAINED_BY = "sft, dpo with its family, kto, and verbs that sample"
 PLACEHOLDER: dict[str, Any] = {"type": "image"}  # in place of a picture, as chat templates read it
 
 
@@ -30,15 +34,36 @@ class Picture:
     width: int
     height: int
 
+    def kind(self) -> str:
+        """Return the format of the file, such as png."""
+        return str(Image.open(io.BytesIO(self.data)).format).lower()
+
     def decode(self) -> Image.Image:
-        """Return its pixels in RGB, turned as its camera was held."""
-        return upright(Image.open(io.BytesIO(self.data))).convert("RGB")
+        return decode(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The pictures of a sequence as engines take them: they write the tokens of pictures themselves."""
+
+    pictures: tuple[Picture, ...]
+    brief: list[int]  # the tokens of its first prompt, with one placeholder for each picture
+    length: int  # of that prompt as the model sees it
+
+    def shorten(self, tokens: list[int]) -> list[int]:
+        """Return a sequence that begins with that prompt, with one placeholder for each picture."""
+        return [*self.brief, *tokens[self.length :]]
+
+    def tokens(self) -> int:
+        """Return how many tokens take as much memory as the pictures."""
+        return sum(len(picture.data) for picture in self.pictures) // TOKEN_BYTES
 
 
 class PictureTokens(Protocol):
     """How a model's processor writes pictures as tokens."""
 
     placeholder: str  # that a chat template writes for a picture
+    token: int  # that stands for a part of a picture
 
     def tokens(self, text: str, pictures: Sequence[Picture]) -> list[int]:
         """Return the tokens of a text, with as many for each placeholder as its picture has."""
@@ -65,10 +90,21 @@ class Setting(NamedTuple):
     max_pixels: int
 
 
+@lru_cache(MOST_WRITTEN)
+def data_url(picture: Picture) -> str:
+    """Return a picture as text; the completions of a group ask for the same ones."""
+    return f"data:image/{picture.kind()};base64,{base64.b64encode(picture.data).decode()}"
+
+
 def blank_picture() -> Picture:
     """Return a small black picture."""
     image = Image.new("RGB", (32, 32))
     return Picture(encode(image), *image.size)
+
+
+def decode(data: bytes) -> Image.Image:
+    """Return the pixels of a file in RGB, turned as its camera was held."""
+    return upright(Image.open(io.BytesIO(data))).convert("RGB")
 
 
 def upright(image: Image.Image) -> Image.Image:

@@ -10,7 +10,7 @@ from trueline.config.base import ConfigError
 from trueline.config.data import PromptDataConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.messages import Tool
-from trueline.data.pictures import refuse_pictures
+from trueline.data.pictures import COLUMNS, take_pictures
 from trueline.data.readers import LABEL_COLUMNS, choose_column, read_messages, read_tools, value_of
 from trueline.data.rows import TEXT, Lazy, Located, is_large, naming, sizes_of
 from trueline.data.types import Prompt, with_tools
@@ -29,12 +29,18 @@ class PromptReader:
     label_column: str  # may be empty
     system_prompt: str | None
     source: str
+    max_pixels: int
 
     def read(self, number: int, located: Located) -> Prompt:
         messages = read_messages(located, self.prompt_column, self.system_prompt)
-        refuse_pictures(located, messages)
+        messages, pictures = take_pictures(located, messages, self.max_pixels)
         label = value_of(located, self.label_column) if self.label_column else None
-        return Prompt(number, messages, label, self.source, columns=located.row, tools=read_tools(located))
+        columns = located.row
+        if pictures:  # which rewards get as `images`; in messages, there are placeholders
+            columns = {name: value for name, value in columns.items() if name not in COLUMNS}
+            if not isinstance(columns[self.prompt_column], str):
+                columns[self.prompt_column] = messages
+        return Prompt(number, messages, label, self.source, columns, read_tools(located), pictures)
 
 
 def read_prompts(rows: Sequence[Located], config: PromptDataConfig, source: str) -> Sequence[Prompt]:
@@ -55,7 +61,7 @@ def reader_of(rows: Sequence[Located], config: PromptDataConfig, source: str) ->
     inferred = label_column and config.label_column is None
     if inferred and all(located.row.get(label_column) is None for located in rows):
         label_column = ""  # `generate` writes an empty label column if the prompts had none
-    return PromptReader(prompt_column, label_column, config.system_prompt, source)
+    return PromptReader(prompt_column, label_column, config.system_prompt, source, config.max_pixels)
 
 
 class PromptTooLong(LookupError):
@@ -132,7 +138,17 @@ def offer_tools(prompts: Sequence[Prompt], tools: list[Tool]) -> Sequence[Prompt
 
 
 def prompt_lengths(prompts: Sequence[Prompt], chat: ChatFormat) -> list[int]:
-    return chat.prompt_lengths([prompt_text(prompt, chat) for prompt in prompts])
+    lengths = chat.prompt_lengths([prompt_text(prompt, chat) for prompt in prompts])
+    return [
+        shown_length(prompt, chat) if chat.vision is not None else length
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+
+
+def shown_length(prompt: Prompt, chat: ChatFormat) -> int:
+    """Count the tokens of a prompt for a model that reads pictures, with those of its pictures."""
+    with naming(prompt.place()):
+        return len(chat.begin(prompt.messages, prompt.tools, prompt.pictures).tokens)
 
 
 def prompt_text(prompt: Prompt, chat: ChatFormat) -> str:

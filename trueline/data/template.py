@@ -368,3 +368,20 @@ def reader_of(template: str) -> Callable[[str], str] | None:
     if "<|channel|>" in template and HARMONY_MESSAGE in template:
         return read_harmony
     return read_pairs if any(begin.strip() in template for begin in PAIRS) else None
+
+
+def learned_text(prompt: str, full: str, other: Callable[[], str], said: str = "") -> str:
+    """Return what `full` adds to `prompt`; `other` renders another completion, `said` is the message before."""
+    shared = shared_length(prompt, full)
+    if not prompt[shared:].strip():
+        return full[shared:]
+    start = shared_length(other(), full)  # of the turn's own text
+    if said and said in full[shared:start]:  # the template rewrites what came before: do not learn that
+        opened, header = (text.rpartition(said)[2] for text in (prompt, full[:start]))
+        return (header.removeprefix(opened) if header.startswith(opened) else "") + full[start:]
+    return full[min(shared, start) :]  # the opened turn may by chance begin like the completion
+
+
+def shared_length(one: str, other: str) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))

@@ -45,6 +45,7 @@ class Prompt:
     source: str = ""
     columns: dict[str, Any] = field(default_factory=dict)
     tools: list[Tool] = field(default_factory=list)  # that the model may call
+    pictures: tuple[Picture, ...] = field(default=(), repr=False)  # of the messages' image parts, in order
 
     def place(self) -> str:
         """Name the row for a person, counting from 1."""
@@ -157,6 +158,7 @@ class Trajectory:
     dialogues: list[Dialogue] = field(default_factory=list)  # every conversation of the episode
     branches: "list[Trajectory]" = field(default_factory=list)  # further sequences of the same episode
     turns: list[Message] = field(default_factory=list)  # after the opening, if more than one reply
+    pictures: tuple[Picture, ...] = field(default=(), repr=False)  # that image tokens of this sequence stand for
     talk: Talk | None = None  # the same with the opening, as rewards get it
 
     def sequences(self) -> "list[Trajectory]":
@@ -266,6 +268,7 @@ class Repeat(NamedTuple):
     tokens: int
 
 
+PICTURES = "pictures"  # the field of a sequence's pictures, which are no array
 LOGPROBS = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
 TOKEN_FIELDS = ("tokens", "mask", "experts", *LOGPROBS, "advantages", "values", "returns", "step_labels")  # for losses
 
@@ -380,6 +383,7 @@ def to_samples(trajectory: Trajectory, episode: int | None = None) -> list[Sampl
             reward=trajectory.reward,
             baseline=trajectory.baseline or 0.0,
             truncated=trajectory.truncated,
+            pictures=sequence.pictures,
         )
         sample.rollout_logprobs = torch.from_numpy(sequence.logprobs)
         sample.token_rewards = torch.from_numpy(sequence.rewards)

@@ -137,7 +137,7 @@ def rows_of(records: Iterable[Record]) -> list[DataRow]:
 def row_of(record: Record) -> DataRow:
     match record:
         case Prompt(messages=messages, label=label, tools=tools):
-            return DataRow(messages, (), record.place(), label, tuple(tools))
+            return DataRow(messages, (), record.place(), label, tuple(tools), record.pictures)
         case Document(text, place):
             return DataRow([], (text,), place)
         case Conversation(messages, place, tools):

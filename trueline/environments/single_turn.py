@@ -3,9 +3,10 @@
 from typing import Any
 
 from trueline.data.messages import Talk, content_of
+from trueline.data.pictures import data_url
 from trueline.data.types import Prompt
 from trueline.environments.base import Environment, EpisodeResult, Policy, as_said
-from trueline.rewards.base import Call
+from trueline.rewards.base import IMAGES, Call
 from trueline.rewards.combined import CombinedReward
 from trueline.rewards.scoring import CONVERSATIONAL
 
@@ -38,6 +39,7 @@ def reward_call(prompt: Prompt, reply: str, talk: Talk | None = None) -> Call:
         "messages": talk.before_reply(),
         "turns": talk.after_opening(),
         "label": prompt.label,
+        **({IMAGES: [data_url(picture) for picture in prompt.pictures]} if prompt.pictures else {}),
         **({CONVERSATIONAL: True} if any(map(is_conversation, prompt.columns.values())) else {}),
     }
 

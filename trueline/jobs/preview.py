@@ -48,7 +48,8 @@ def show_prompts(config: RunConfig, rows: int) -> int:
         some = f" of {len(lengths)} sampled" if len(lengths) < len(prompts) else ""
         lines.append(f"data       {len(prompts)} prompts of {prompts[0].source}, longest{some} {max(lengths)} tokens")
         for prompt in prompts[:rows]:
-            tokens, limit = chat.prompt_tokens(prompt.messages, prompt.tools), config.rollout.max_prompt_tokens
+            opened, limit = chat.begin(prompt.messages, prompt.tools, prompt.pictures), config.rollout.max_prompt_tokens
+            tokens = opened.tokens
             above = f", more than rollout.max_prompt_tokens={limit}" if limit and len(tokens) > limit else ""
             text = chat.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             lines += [f"\nrow {prompt.id + 1}: {len(tokens)} tokens{above}", str(text), *columns_of(prompt)]

@@ -7,15 +7,17 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self, TextIO
 
 from trueline.config.base import ConfigError
 from trueline.config.sampling import GenerateConfig
-from trueline.data.messages import content_of
+from trueline.data.messages import Message, content_of
+from trueline.data.pictures import Picture, image_parts
 from trueline.data.types import Outcome, Prompt, Trajectory
-from trueline.files import Row, atomic_path, rows_at, whole_lines
+from trueline.files import Row, atomic_path, rows_at, whole_lines, write_atomically
 from trueline.rollout.evaluation import PART
 from trueline.rollout.failures import RolloutFailure
 from trueline.rollout.groups import Group
@@ -23,6 +25,9 @@ from trueline.rollout.groups import Group
 SYNC_SECONDS = 5.0  # what a power cut may cost; a kill of the process costs nothing that was written
 SHOWN_ERRORS = 3
 COUNTS = ("prompts", "completions", "failed", "empty", "truncated", "tokens")
+
+PICTURES = "pictures"  # the folder of those that rows name
+ASKED = ("prompt", "images", "tools")  # fields of a row that completions answer
 
 Sampled = dict[str, Any]
 
@@ -35,14 +40,35 @@ def row_of(number: int, group: Group, *, scored: bool, played: bool = False) -> 
 
 def prompt_row(prompt: Prompt) -> Row:
     row = {"id": prompt.id, "source": prompt.source, "prompt": prompt.messages, "label": prompt.label}
+    row |= {"images": [picture_file(picture) for picture in prompt.pictures]} if prompt.pictures else {}
     return row | ({"tools": prompt.tools} if prompt.tools else {})
+
+
+def picture_file(picture: Picture) -> str:
+    """Return where a picture is kept, from the folder of the run; the same content has the same name."""
+    return f"{PICTURES}/{sha256(picture.data).hexdigest()}.{picture.kind()}"
+
+
+def keep_pictures(prompt: Prompt, folder: Path) -> None:
+    """Write the pictures of a prompt, unless they are there: rows of sampled completions name them."""
+    for picture in prompt.pictures:
+        file = folder / picture_file(picture)
+        if not file.exists():
+            file.parent.mkdir(exist_ok=True)
+            write_atomically(file, picture.data)
 
 
 def learned_rows(row: Row, completion: Sampled) -> list[Row]:
     """Return prompt, completion and tools as trainers read them: of a reply, or of every conversation of an episode."""
     if "conversations" in completion:
-        return list(completion["conversations"])
-    return [{name: row[name] for name in ("prompt", "tools") if name in row} | {"completion": completion["reply"]}]
+        return [one | shown_in(one["prompt"], row) for one in completion["conversations"]]
+    return [{name: row[name] for name in ASKED if name in row} | {"completion": completion["reply"]}]
+
+
+def shown_in(messages: list[Message], row: Row) -> Row:
+    """Return the pictures of a row, if a conversation shows them."""
+    shows = any(True for _ in image_parts(messages))
+    return {"images": row["images"]} if shows else {}
 
 
 def completion_of(trajectory: Trajectory, scored: bool) -> Sampled:
@@ -138,7 +164,8 @@ def is_usable(completion: Sampled) -> bool:
     """Tell whether a completion could be trained on: it has its reward, and all messages have text or a tool."""
     scored, talks = Outcome(completion["outcome"]).is_scored, completion.get("conversations", [])
     messages = [message for one in talks for message in (*one["prompt"], *one["completion"])]
-    bare = [one for one in messages if not one.get("tool_calls") and one["role"] != "tool"]
+    plain = [one for one in messages if not any(True for _ in image_parts([one]))]
+    bare = [one for one in plain if not one.get("tool_calls") and one["role"] != "tool"]
     return scored and bool(completion["reply"].strip()) and all(content_of(one).strip() for one in bare)
 
 
@@ -171,9 +198,9 @@ def pair_of(row: Row, config: GenerateConfig) -> Row | None:
     if not (best := best_of([one for one in completions if is_eligible(one, config)])):
         return None
     (better,) = learned_rows(row, best[0])
-    prompt: Row = {name: better[name] for name in ("prompt", "tools") if name in better}
+    prompt: Row = {name: better[name] for name in ASKED if name in better}
     others = [(one, *learned_rows(row, one)) for one in completions]
-    alike = [one for one in others if all(one[1].get(name) == better.get(name) for name in ("prompt", "tools"))]
+    alike = [one for one in others if all(one[1].get(name) == better.get(name) for name in ASKED)]
     worst, worse = min(alike, key=lambda one: reward_of(one[0]))  # of episodes that began with the same prompt
     rewards = {"chosen_reward": best[0]["reward"], "rejected_reward": worst["reward"]}
     differ = reward_of(best[0]) > reward_of(worst) and better["completion"] != worse["completion"]

@@ -15,7 +15,17 @@ from trueline.config.base import ConfigError, read_tree
 from trueline.config.rl import SamplingControls
 from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
 from trueline.files import Row
-from trueline.jobs.sample_file import SampleFile, line_of, prompt_row, row_of, write_aside, write_json, write_selection
+from trueline.jobs.sample_file import (
+    ASKED,
+    SampleFile,
+    keep_pictures,
+    line_of,
+    prompt_row,
+    row_of,
+    write_aside,
+    write_json,
+    write_selection,
+)
 from trueline.monitoring.findings import WATCH
 from trueline.monitoring.health import limits_in, truncation_findings
 from trueline.monitoring.limits import CUT_OFF
@@ -23,6 +33,7 @@ from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.user_files import found_again
 from trueline.plan.describe import describe
+from trueline.plan.inputs import most_pictures
 from trueline.plan.sampling import Kind, SamplingPlan, chosen_prompts, plan_eval, plan_generate
 from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.engines import ROLLOUT_ENGINES
@@ -63,7 +74,9 @@ def open_job(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progress) ->
         processes = stack.enter_context(open_processes(plan.machine, plan.layout, folder.logs, config.runtime, models))
         loop = stack.enter_context(open_loop(config.timeout_seconds))
         progress.note("starting   engines and rewards; each process imports its libraries first")
-        specs = engine_specs(config.model, rollout, plan.layout, config.seed, structured=played)
+        shown = most_pictures([one.prompts for one in plan.sets.values()], plan.chat)
+        specified = engine_specs(config.model, rollout, plan.layout, config.seed, structured=played)
+        specs = [replace(spec, pictures=shown) for spec in specified]
         engines = processes.engines(ROLLOUT_ENGINES[rollout.engine].target(rollout), specs)
         pool, roles = EnginePool(engines, rollout.max_sequences, takes_groups=True), plan.reward_roles
         judges = {role.name: role_group(role, processes, config.seed, config.timeout_seconds) for role in roles}
@@ -134,7 +147,7 @@ def check_sampled(file: SampleFile, sampled: list[Numbered]) -> None:
     for (number, prompt), row in zip(sampled, rows, strict=True):
         now = json.loads(line_of(prompt_row(prompt)))
         moved = Path(row["source"]).name != Path(prompt.source).name
-        if moved or any(row.get(key) != now.get(key) for key in ("id", "prompt", "tools")):
+        if moved or any(row.get(key) != now.get(key) for key in ("id", *ASKED)):
             other = f'"number": {number} is another prompt than {prompt.place()}, which has that number now'
             why = "the data has changed since this run began; choose another --name"
             raise ConfigError(f"{file.path}: {other}: {why}")
@@ -193,6 +206,7 @@ def sample(
         sampler = sampling.sampler(rollout, rollout.max_new_tokens, config.samples, seed, "generate")
         pace.begin()
         for place, group in sample_each(sampler, left, sampling.loop, in_flight=in_flight):
+            keep_pictures(group[0].prompt, folder.path)
             file.add(row_of(left[place][0], group, scored=config.has_reward(), played=played))
             pace.add(group)
             if interrupts.requested:
@@ -238,6 +252,8 @@ def evaluate(plan: SamplingPlan[EvalConfig], folder: RunFolder, progress: Progre
         metrics, trajectories = Evaluator(sampler, sets, evaluation, sampling.loop).run(pace.add)
     played = bool(config.environment.kind())
     groups = [trajectories[at : at + count] for at in range(0, len(trajectories), count)]
+    for one in groups:
+        keep_pictures(one[0].prompt, folder.path)
     with write_aside(folder.transcripts) as stream:
         stream.writelines(line_of(row_of(at, one, scored=True, played=played)) for at, one in enumerate(groups))
     counts = {name: len(prompts) for name, prompts in sets.items()}

@@ -73,18 +73,21 @@ class Scorer(nn.Module):
         pictures: list[tuple[Picture, ...]] | None = None,
     ) -> Outputs:
         """Run over tokens on the model's device; `mask` is on the host. Tokens that repeat others are not computed."""
-        count, seen, pictures = len(tokens), {}, pictures or []
-        if self.vision is not None and not self.plain and not pictures:
-            tokens, mask, lengths, pictures = self.vision.add_blank(tokens, mask, lengths)
+        count, seen, pictures, inputs = len(tokens), {}, pictures or [], tokens
+        if self.vision is not None and not self.plain:
+            inputs = self.vision.inputs(tokens, lengths)
+            if not pictures:
+                tokens, mask, lengths, pictures = self.vision.add_blank(tokens, mask, lengths)
+                inputs = torch.cat([inputs, tokens[count:]])
         arrangement = self.arrange(lengths, tokens.device, repeats or [])
         if self.vision is not None and not self.plain:
-            seen = self.look(self.vision, arrangement, tokens, pictures)
+            seen = self.look(self.vision, arrangement, inputs, pictures)
         if self.replay is not None:
             self.replay.begin(None if experts is None else arrangement.expert_rows(experts))
         if self.plain:
             return {"logprobs": plain_logprobs(self.model, tokens)}
         options = {"output_router_logits": True} if self.top_k else {}
-        states = self.run(self.model, arrangement, tokens, **seen, **options)
+        states = self.run(self.model, arrangement, inputs, **seen, **options)
         hidden, routed = arrangement.hidden_rows(states.last_hidden_state), self.router_outputs(states, arrangement)
         if not self.has_language_head:
             scores = arrangement.spread(scoring_head(self.model)[1](hidden).float())

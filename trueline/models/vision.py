@@ -225,6 +225,14 @@ class Vision(PictureTokens):
             found.append(backbone.get_rope_index(sequence[None], kinds[None], image_grid_thw=own)[0][:, 0])
         return to_device(torch.cat(found, 1).T, tokens.device)
 
+    def inputs(self, tokens: Tensor, lengths: list[int]) -> Tensor:
+        """Return what the model reads: an image token that ends a sequence was sampled, and shows no picture."""
+        last = to_device(torch.tensor(lengths).cumsum(0) - 1, tokens.device)
+        ends = tokens[last]
+        return tokens.index_copy(
+            0, last, ends.where(ends != self.token, (self.token + 1) % len(self.processor.tokenizer))
+        )
+
     def add_blank(
         self, tokens: Tensor, mask: Tensor, lengths: list[int]
     ) -> tuple[Tensor, Tensor, list[int], list[tuple[Picture, ...]]]:

@@ -127,10 +127,11 @@ def ranks_line(name: str, world: int, ranks: RanksConfig, model: ModelConfig) ->
     return ", ".join(part for part, applies in parts.items() if applies)
 
 
-def sharing_line(ranks: RanksConfig, model: ModelConfig, family: str) -> str:
+def sharing_line(ranks: RanksConfig, model: ModelConfig, family: str, *, pictures: bool = False) -> str:
     """Describe whether sequences that begin with the same prompt compute it once, or why not."""
     chosen = f"training.share_prefixes={str(ranks.share_prefixes).lower()}"
-    if (obstacle := sharing_obstacle(ranks, model.context_parallel)) or not ranks.share_prefixes:
+    obstacle = "it has pictures" if pictures else sharing_obstacle(ranks, model.context_parallel)
+    if obstacle or not ranks.share_prefixes:
         return f"prefixes   each sequence of {family} computes the prompt again ({obstacle or chosen})"
     least = f", if that saves {WORTHWHILE:.0%} of a step's tokens" if ranks.share_prefixes == "auto" else ""
     return f"prefixes   the prompt of {family} is computed once in a pass{least} ({chosen})"
@@ -150,6 +151,7 @@ def workers_lines(rollout: ResolvedRollout) -> list[str]:
 
 def prompts_line(sets: Collection[PromptSet], rollout: ResolvedRollout, held_out: int | None = None) -> str:
     dropped = sum(one.dropped for one in sets)
+    pictured = sum(bool(prompt.pictures) for one in sets for prompt in sample_of(one.prompts))
     renamed = renamed_roles(prompt.columns for one in sets for prompt in sample_of(one.prompts))
     sampled = sum(one.sampled or len(one.prompts) for one in sets) if any(one.sampled for one in sets) else 0
     some, longest = f" of {sampled} sampled" * bool(sampled), max(one.longest for one in sets)
@@ -157,6 +159,7 @@ def prompts_line(sets: Collection[PromptSet], rollout: ResolvedRollout, held_out
     return (
         f"data       {sum(len(one.prompts) for one in sets)} prompts"
         + (f", {held_out} held out" if held_out is not None else "")
+        + (f", {pictured}{some} with pictures" if pictured else "")
         + (f", {dropped}{some} too long and dropped" if dropped else "")
         + f"; longest prompt{some} {longest} tokens, {later * bool(sampled)}completions up to {rollout.max_new_tokens}"
         + (f"; roles: {renamed}" if renamed else "")
@@ -201,13 +204,14 @@ def rl_lines(plan: RLPlan) -> list[str]:
         sharing = f"share GPUs and {'take turns' if layout.in_turns else f'work at once, {by}'}"
     if config.runtime == "local":
         sharing = "run in this process"
+    shown = any(prompt.pictures for source in plan.sources for prompt in sample_of(source.prompts))
     return [
         f"{machine_line(plan.machine)}; models and engines {sharing}",
         model_line(model.path, plan.facts, model.dtype, model.lora.rank),
         *process_lines(plan),
         *adapter_lines(config, plan.facts, plan.machine.gpus),
         *routing_lines(plan),
-        *([sharing_line(config.training, model, "a group")] if config.algorithm.group_size > 1 else []),
+        *([sharing_line(config.training, model, "a group", pictures=shown)] if config.algorithm.group_size > 1 else []),
         *(rate_line(*one) for one in plan.rates()),
         *node_lines(layout, plan.machine, plan.rollout.workers),
         *memory_lines(plan.forecast),

@@ -1,8 +1,9 @@
 """What a plan is made from besides its keys: data, model, machine, rewards and environment, each read once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,6 @@ from trueline.config.sampling import SamplingConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import CONTENT, digest_rows
-from trueline.data.pictures import TRAINED_BY
 from trueline.data.prompts import (
     UNKNOWN,
     LazyPrompts,
@@ -35,7 +35,7 @@ from trueline.data.sources import open_source, stored_data
 from trueline.data.types import Prompt
 from trueline.environments.opening import check_environment
 from trueline.models.loading import ModelFacts, check_model, load_chat
-from trueline.models.vision import VISION_FAMILIES
+from trueline.models.vision import VISION_FAMILIES, blindness
 from trueline.monitoring.run_folder import RunFolder
 from trueline.plan.rewards import RewardCheck, Trial, check_rewards
 from trueline.plan.survey import known_lengths
@@ -47,6 +47,7 @@ Kind = TypeVar("Kind", bound=Config)
 Name = TypeVar("Name")
 Paths = dict[tuple[str, ...], Any]  # by the parts of their keys
 MODEL_KEYS = ("model.path", "critic.path", "teacher.path", "distill.teacher")  # and rewards that are models
+MANY = 8  # pictures of a prompt in a large dataset, of which only a sample is known
 UNTRAINED = ("generate", "eval")  # verbs whose runs hold no model
 
 
@@ -71,9 +72,17 @@ class PromptSet:
     def digest(self, like: str = CONTENT) -> str:
         """Return the digest of the rows that fit, or of the files of a large dataset if an earlier one is `like` it."""
         if not isinstance(self.prompts, LazyPrompts):
-            return digest_rows(prompt.columns for prompt in self.prompts)
+            return digest_rows(content_of(prompt) for prompt in self.prompts)
         found = content_digest(self.prompts.rows) if like.startswith(CONTENT) else ""
         return CONTENT + found if found else digest_rows(located.row for located in self.prompts.rows)
+
+
+def content_of(prompt: Prompt) -> dict[str, Any]:
+    """Return all that the digest of a prompt depends on: with pictures, their content."""
+    if not prompt.pictures:
+        return prompt.columns
+    seen = [sha256(picture.data).hexdigest() for picture in prompt.pictures]
+    return {**prompt.columns, "messages": prompt.messages, "pictures": seen}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +115,33 @@ def look_around(config: RLConfig) -> PlanInputs:
     required = reads_reward(config.algorithm) and not config.has_reward()
     prompts, rewards = check_prompts(config, {**trained, **tested}, required=required)
     facts, machine = check_model(config.model), machine_at_hand()
-    if facts.family in VISION_FAMILIES:
-        named = f"model.path={config.model.path}"
-        raise ConfigError(f"{named} is a vision-language model, which only {TRAINED_BY} train: name a language model")
     chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
+    check_sight(prompts.values(), {f"model.path={config.model.path}": facts.family})
     measured = {place: measure(some, chat) for place, some in prompts.items()}
     sources = [measured[place] for place in trained]
     return PlanInputs(facts, machine, sources, {name: measured[place, name] for place, name in tested}, chat, rewards)
+
+
+def check_sight(sets: Iterable[Sequence[Prompt]], readers: Mapping[str, str]) -> None:
+    """Refuse prompts with pictures that one of the models, by name and family, does not read."""
+    shown = next((prompt for some in sets for prompt in sample_of(some) if prompt.pictures), None)
+    for name, family in readers.items():
+        if shown is not None and blindness(family):
+            raise ConfigError(blind(shown.place(), f"{name} {blindness(family)}"))
+
+
+def blind(place: str, why: str) -> str:
+    families = ", ".join(VISION_FAMILIES)
+    remedy = f"remove them, or name a model of a family that trains on pictures ({families})"
+    return f"{place} has pictures, but {why}: {remedy}"
+
+
+def most_pictures(sets: Iterable[Sequence[Prompt]], chat: ChatFormat) -> int:
+    """Return how many pictures a prompt may have; 0 for a model that reads none."""
+    if chat.vision is None:
+        return 0
+    found = [len(prompt.pictures) for some in sets for prompt in sample_of(some)]
+    return max(1, *found, MANY if any(isinstance(some, LazyPrompts) for some in sets) else 0)
 
 
 def load_prompts(data: PromptDataConfig, path: str, key: str) -> Sequence[Prompt]:

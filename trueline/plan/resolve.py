@@ -202,7 +202,8 @@ def check_rollout(rollout: ResolvedRollout, model: ModelConfig, facts: ModelFact
     engine, longest, width = rollout.engine, rollout.longest(), rollout.tensor_parallel
     row, on_cpu = ROLLOUT_ENGINES[engine], not machine.gpus
     place = "cpu" if on_cpu else "gpu"
-    package, sizes = row.kinds.get(facts.kind, ""), row.cpu_head_sizes
+    kind = facts.family or facts.kind
+    package, sizes = row.kinds.get(kind, ""), row.cpu_head_sizes
     able, named = partial(others, "rollout"), f"model.path={model.path}: "
     lengths = f"rollout.max_prompt_tokens={rollout.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens}"
     problems = {
@@ -213,7 +214,7 @@ def check_rollout(rollout: ResolvedRollout, model: ModelConfig, facts: ModelFact
         ),
         f"{named}{engine} on a CPU gives {facts.kind} other log-probs than Transformers: set "
         f"{able(lambda row: not row.cpu_differs)} or choose another model": on_cpu and facts.kind in row.cpu_differs,
-        f"{named}{engine} needs {package} to load {facts.kind}, and it is not installed here; install it or set "
+        f"{named}{engine} needs {package} to load {kind}, and it is not installed here; install it or set "
         f"{able(lambda row: not row.kinds)}": bool(package) and importlib.util.find_spec(package) is None,
         f"rollout.engine={engine} divides no model: set rollout.tensor_parallel=1 (got {width}) or "
         f"{able(lambda row: row.tensor_parallel)}": width > 1 and not row.tensor_parallel,

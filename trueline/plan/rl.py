@@ -21,7 +21,7 @@ from trueline.models.loading import ModelFacts
 from trueline.models.routing import KEY, check_kind
 from trueline.monitoring.findings import Finding
 from trueline.plan.findings import find
-from trueline.plan.inputs import Measured, PlanInputs, PromptSet, Reading, fitting_prompts, look_around
+from trueline.plan.inputs import Measured, PlanInputs, PromptSet, Reading, check_sight, fitting_prompts, look_around
 from trueline.plan.memory import (
     FEWEST_SEQUENCES,
     GIB,
@@ -187,6 +187,8 @@ def decide_within(asked: RLConfig, around: PlanInputs, context: int, *, propose:
     facts, machine, trained, tested = around.facts, around.machine, around.trained, around.tested
     config, rollout, layout, roles = resolve(asked, facts, machine, [*trained, *tested.values()], context)
     check_engines(config, "training", *(role.section for role in roles))  # with what the machine has filled in
+    readers = {f"{role.name} {role.model.path}": role.facts.family for role in roles}
+    check_sight([one.prompts for one in (*trained, *tested.values())], readers)
     if config.runtime != "local":
         check_devices(layout, machine)
     check_lengths(config, roles, check_rollout(rollout, config.model, facts, machine))

@@ -19,6 +19,7 @@ from trueline.plan.inputs import (
     PromptSet,
     Reading,
     check_prompts,
+    check_sight,
     fitting_prompts,
     held_out_prompts,
     measure,
@@ -114,6 +115,8 @@ def plan_sampling(config: Kind, sets: Mapping[str, Sequence[Prompt]], *, scored:
     reward_roles = reward_models(config.reward, config.reward_model, config.model)
     engines = engine_count(config, reward_roles, machine)
     chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
+    readers = {f"model.path={config.model.path}": facts.family}
+    check_sight(sets.values(), readers | {f"{one.name} {one.model.path}": one.facts.family for one in reward_roles})
     sources = {name: measure(prompts, chat) for name, prompts in sets.items()}
     context = contexts(config.environment, config.rollout, facts, machine, dtype)[0]
     lengths = np.concatenate([np.asarray(one.lengths) for one in sources.values()])

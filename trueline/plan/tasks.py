@@ -22,7 +22,8 @@ from trueline.data.sources import open_source
 from trueline.data.types import Sample
 from trueline.models.head import load_teacher
 from trueline.models.loading import load_settings
-from trueline.models.vision import VISION_FAMILIES, blindness
+from trueline.models.vision import blindness
+from trueline.plan.inputs import blind
 
 Records = list[Any]
 
@@ -218,10 +219,7 @@ def check_pictures(records: Records, chat: ChatFormat, config: SupervisedConfig)
         return
     place = next(record.place for record in records if pictures_of([record]))
     why = blindness(load_settings(config.model)["family"])
-    raise ConfigError(
-        f"{place} has pictures, but model.path={config.model.path} {why}: remove them, or name a model of a family "
-        f"that trains on pictures ({', '.join(VISION_FAMILIES)})"
-    )
+    raise ConfigError(blind(place, f"model.path={config.model.path} {why}"))
 
 
 def check_longest(dataset: Dataset, budget: Budget) -> int:

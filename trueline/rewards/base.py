@@ -11,6 +11,7 @@ from trueline.usercode.failures import PolicyError as PolicyError  # users impor
 
 LONGEST_CAUSE = 300  # characters of a failure in one line
 Call = dict[str, Any]  # reply, prompt, messages, label and the columns of the row
+IMAGES = "images"  # in a call: the pictures of its prompt, as data URLs; a function gets them as PIL's images
 
 
 class RewardFailure(RuntimeError):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trueline.config.base import ConfigError
 from trueline.config.reward import RewardConfig, RewardPartConfig
-from trueline.rewards.base import Call, PolicyError, RewardFailure, RewardTimeout
+from trueline.rewards.base import IMAGES, Call, PolicyError, RewardFailure, RewardTimeout
 from trueline.rewards.code import TRIAL
 from trueline.rewards.functions import REWARDS
 from trueline.rewards.scoring import CONVERSATIONAL, Result, RewardCode, is_batched, values_of
@@ -104,7 +104,8 @@ def check_parameters(part: RewardPartConfig, parameters: Parameters, examples: d
 def given_names(part: RewardPartConfig, parameters: Parameters, example: Call) -> set[str]:
     """Return the names that a function's parameters can have; a label that the row has not is no value."""
     call = {name: value for name, value in example.items() if name != "label" or value is not None}
-    return {*ALWAYS_GIVEN, *values_of(parameters, [call]), *part.constants()} - {CONVERSATIONAL}
+    asked = {IMAGES} & set(parameters.names)  # none, if a row has none
+    return {*ALWAYS_GIVEN, *asked, *values_of(parameters, [call]), *part.constants()} - {CONVERSATIONAL}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,7 +166,9 @@ class FunctionReward:
     async def _score_batch(self, host: Host, batch: list[QueuedCall]) -> None:
         """Settle all calls of a batch; a function that hangs or dies is called again, for each call by itself."""
         try:
-            results = await host.call(RewardCode.score, {"calls": [queued.call for queued in batch]})
+            unseen = () if Parameters(**host.about).takes(IMAGES) else (IMAGES,)
+            calls = [{name: value for name, value in one.call.items() if name not in unseen} for one in batch]
+            results = await host.call(RewardCode.score, {"calls": calls})
         except UserCodeFailure as failure:
             if len(batch) == 1:
                 batch[0].settle(self._failure(failure))

@@ -19,7 +19,7 @@ import httpx
 
 from trueline.config.base import ConfigError
 from trueline.config.reward import RemoteConfig, RewardPartConfig
-from trueline.rewards.base import BatchedReward, Call, RewardFailure, RewardTimeout, RewardUnreachable, Score
+from trueline.rewards.base import IMAGES, BatchedReward, Call, RewardFailure, RewardTimeout, RewardUnreachable, Score
 
 CONNECT_SECONDS, PROBE_SECONDS = 10, 5  # to connect; for a response before the start
 SHOWN_MODELS = 5  # in a message
@@ -230,7 +230,9 @@ class JudgeReward(BatchedReward):
     async def _score_batch(self, calls: list[Call]) -> list[Score]:
         (call,) = calls
         prompt, sent = fill_prompt(self.judge.prompt, call), self.temperature
-        body = {"model": self.judge.model, "messages": [{"role": "user", "content": prompt}]}
+        seen = [{"type": "image_url", "image_url": {"url": url}} for url in call.get(IMAGES, [])]
+        shown = [*seen, {"type": "text", "text": prompt}] if seen else prompt
+        body = {"model": self.judge.model, "messages": [{"role": "user", "content": shown}]}
         try:
             response = await self.address.post(body if sent is None else body | {"temperature": sent})
         except Refusal as refusal:  # servers of reasoning models refuse a temperature

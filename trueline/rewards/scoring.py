@@ -1,12 +1,13 @@
 """Call a reward function in the process that has loaded it: fill its parameters, and check its result."""
 
 import asyncio
+import base64
 import inspect
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trueline.rewards.base import Call
+from trueline.rewards.base import IMAGES, Call
 from trueline.rewards.functions import REWARDS
 from trueline.usercode.failures import LONGEST_ERROR, NoSuchFunction, PolicyError, explain
 from trueline.usercode.loading import Function, Parameters, finite_number, load_function, select_arguments
@@ -72,6 +73,8 @@ def reward_of(value: Any) -> float:
 def call_function(function: Function, calls: list[Call], constants: dict[str, Any]) -> list[Any]:
     """Return what the function returns for each call, as it comes. Only a batched one takes several."""
     parameters = Parameters.of(function)
+    if IMAGES in parameters.names or any(IMAGES in call for call in calls):
+        calls = [{**call, IMAGES: list(map(open_picture, call.get(IMAGES, [])))} for call in calls]
     given = select_arguments(function, {**values_of(parameters, calls), **constants})
     inspected = inspect.signature(function).parameters.values()
     unnamed = [one.name for one in inspected if one.kind is one.POSITIONAL_ONLY and one.name in given]
@@ -81,6 +84,13 @@ def call_function(function: Function, calls: list[Call], constants: dict[str, An
     if signature := signature_of(parameters):
         returned = signature.result(returned)
     return check_list(returned, len(calls)) if is_batched(parameters) else [returned]
+
+
+def open_picture(url: str) -> Any:
+    """Return PIL's image of a data URL; only functions that ask for pictures wait for what this imports."""
+    from trueline.data.pictures import decode  # noqa: PLC0415
+
+    return decode(base64.b64decode(url.partition(",")[2]))
 
 
 def is_batched(parameters: Parameters) -> bool:

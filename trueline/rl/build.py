@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,13 +13,15 @@ from trueline.algorithms.advantages import needs, policy_waits
 from trueline.config.model import reads_experts
 from trueline.config.rl import RLConfig
 from trueline.data.loader import make_order
-from trueline.data.prompts import LazyPrompts
+from trueline.data.pictures import Shown
+from trueline.data.prompts import LazyPrompts, sample_of
 from trueline.monitoring.events import Events
 from trueline.monitoring.heartbeat import WORK
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.timing import START, Timer
 from trueline.monitoring.trackers import Tracker
+from trueline.plan.inputs import most_pictures
 from trueline.plan.resolve import suited_rate
 from trueline.plan.rl import RLPlan, plan_rl
 from trueline.plan.survey import survey
@@ -54,6 +57,7 @@ from trueline.training.group import ModelGroup, prepare_saving, start_groups
 from trueline.training.worker import WorkerSpec, worker_target
 
 CANARY_TOKENS = 32
+LOOKED_AT = 1000  # prompts, for one with pictures
 
 
 def prepare_rl(config: RLConfig, start: Start) -> Job:
@@ -156,7 +160,9 @@ def begin_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGro
     groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
     played = config.environment.plays()
     experts, sizes = reads_experts(config.training), (config.seed, plan.cache_bytes())
-    engine = engine_specs(config.model, plan.rollout, plan.layout, *sizes, structured=played, experts=experts)
+    shown = most_pictures([*(one.prompts for one in plan.sources), *plan.evaluation_sets.values()], plan.chat)
+    specified = engine_specs(config.model, plan.rollout, plan.layout, *sizes, structured=played, experts=experts)
+    engine = [replace(spec, pictures=shown) for spec in specified]
     engines = processes.engines(ROLLOUT_ENGINES[plan.rollout.engine].target(plan.rollout), engine)
     pool = EnginePool(engines, plan.rollout.max_sequences, takes_groups=True)
     groups |= {role.name: role_group(role, processes, config.seed, seconds, updates) for role in plan.roles}
@@ -205,11 +211,24 @@ def make_stream(plan: RLPlan, policy: ModelGroup) -> Stream:
 def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, loop: EventLoop) -> WeightSync:
     config = plan.config
     exact = config.model.dtype == config.rollout.dtype == "float32"
+    limits = 1e-3 if exact else 0.1, config.sync.tolerance, STRANGE if exact else math.inf
+    tokens, shown, text = canary_tokens(plan)
+    return WeightSync(policy, pool, loop, config.sync, Canary(tokens, *limits, shown, text), sync_plan(plan))
+
+
+def canary_tokens(plan: RLPlan) -> tuple[list[int], Shown | None, list[int]]:
+    """Return tokens that engines and trainer score, their pictures, and those behind the last picture.
+
+    They are of the prompt with the most pictures, which cannot be cut, or the first tokens of the first prompt.
+    """
+    sampled = [prompt for source in plan.sources for prompt in sample_of(source.prompts)]
+    chosen = max(sampled[:LOOKED_AT], key=lambda prompt: len(set(prompt.pictures)))
+    prompt = plan.chat.begin(chosen.messages, chosen.tools, chosen.pictures)
+    if prompt.shown is not None:
+        last = max(at for at, token in enumerate(prompt.tokens) if plan.chat.is_picture(token))
+        return prompt.tokens, prompt.shown, prompt.tokens[last + 1 :]
     length = min(CANARY_TOKENS, plan.rollout.max_prompt_tokens)
-    prompt = plan.chat.prompt_tokens(plan.prompts[0].messages, plan.prompts[0].tools)
-    tokens = (prompt * CANARY_TOKENS)[: max(length, 2)]
-    canary = Canary(tokens, 1e-3 if exact else 0.1, config.sync.tolerance, STRANGE if exact else math.inf)
-    return WeightSync(policy, pool, loop, config.sync, canary, sync_plan(plan))
+    return (prompt.tokens * CANARY_TOKENS)[: max(length, 2)], None, []
 
 
 def sync_plan(plan: RLPlan) -> SyncPlan:

@@ -17,7 +17,7 @@ from trueline.algorithms.reward_shaping import sequence_kl, shape_rewards
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.pieces import Pieces
-from trueline.data.types import Sample, is_filled
+from trueline.data.types import PICTURES, Sample, is_filled
 from trueline.rl.metrics import Metrics, describe_models, excerpt
 from trueline.rl.transcripts import token_rows
 from trueline.rollout.summary import RANKS, STEP, SampledGroup, Transcript
@@ -50,6 +50,8 @@ def stored_samples(groups: Sequence[SampledGroup]) -> StoredSamples:
         blocks += [SampleBlock(RANKS, numbers, parcels.ranks), SampleBlock(STEP, numbers, parcels.step)]
         if group[0].has_experts:
             blocks.append(SampleBlock(("experts",), numbers, parcels.experts))
+        if any(one.has_pictures for one in group):
+            blocks.append(SampleBlock((PICTURES,), numbers, parcels.pictures))
     return StoredSamples(list(range(len(rows))), rows, Fields([row.length for row in rows], blocks))
 
 

@@ -46,7 +46,7 @@ from trueline.sync.weights import WeightSync
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import GradientsLost
 from trueline.training.report import LossSettings, Then
-from trueline.training.samples import StoredSamples
+from trueline.training.samples import StoredSamples, has_pictures
 
 
 @dataclass(slots=True)
@@ -203,7 +203,8 @@ class RLTrainer:
         """Let a rollout worker shape the rewards and assign the advantages that the losses read."""
         given = (samples, self.config, self.rollout, self.kl_coefficient())
         found, arrays = self.rollouts.loop.run(self.workers.run_kept(assess, *given), "assigning advantages")
-        self.example = found.example if self.rollout.max_staleness else None
+        plain = self.rollout.max_staleness and not has_pictures(samples)  # an excerpt would cut them
+        self.example = found.example if plain else None
         add_assessment(samples, found, arrays, critic="critic" in needs(self.config.algorithm))
 
     def update_models(self, samples: StoredSamples, *, freely_drawn: bool = True) -> dict[str, float]:

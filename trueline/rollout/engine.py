@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
+from trueline.data.pictures import Shown
 from trueline.data.types import INTERRUPTED, Completion, experts_of
 from trueline.environments.base import Structure
+from trueline.runtime.actors import Stored
 from trueline.runtime.fingerprints import Holding
 from trueline.runtime.transport import Bucket, Link
 
@@ -56,6 +58,7 @@ class EngineSpec:
     structured: bool = False  # requests may have a structure, for which it loads the tokenizer
     speculative: bool = False  # guess tokens from repeated text
     lean_logprobs: bool = False  # keep log-probs on the device until a request ends
+    pictures: int = 0  # of a prompt, at most
 
 
 Request = tuple[str, SamplingParams]  # its name, and how it is sampled
@@ -69,20 +72,25 @@ class NextTurn:
     sequence: str
     known: int  # tokens of it that still hold
     new: list[int]
+    shown: Stored[Shown] | None = None  # its pictures, if the engine does not know them
+
+
+Generate = Callable[[list[int], SamplingParams, str, Shown | None], Coroutine[Any, Any, Completion]]
 
 
 class RequestBook:
     """What the process of an engine keeps: groups whose completions are not all collected, and tokens of sequences."""
 
-    def __init__(self, generate: Callable[[list[int], SamplingParams, str], Coroutine[Any, Any, Completion]]) -> None:
+    def __init__(self, generate: Generate) -> None:
         self.generate = generate
         self.groups: dict[str, dict[int, asyncio.Task[Completion]]] = {}
         self.sequences: OrderedDict[str, np.ndarray] = OrderedDict()  # the one used last is the last
-        self.tokens = 0  # of all sequences
+        self.shown: dict[str, Shown] = {}  # the pictures of these sequences
+        self.tokens = 0  # of all sequences, or what takes as much memory
 
-    async def group(self, name: str, tokens: list[int], requests: list[Request]) -> Found:
+    async def group(self, name: str, tokens: list[int], requests: list[Request], shown: Shown | None) -> Found:
         """Begin the completions of one prompt; return those that are finished once that is half of them."""
-        calls = (self.generate(tokens, params, request) for request, params in requests)
+        calls = (self.generate(tokens, params, request, shown) for request, params in requests)
         self.groups[name] = {at: asyncio.create_task(call) for at, call in enumerate(calls)}
         return await self.collect(name)
 
@@ -111,16 +119,28 @@ class RequestBook:
         if len(known) < prompt.known:
             return None
         tokens = np.concatenate([known[: prompt.known], np.array(prompt.new, np.int32)])
-        completion = await self.generate(tokens.tolist(), params, request)
-        self._remember(prompt.sequence, np.concatenate([tokens, completion.tokens.astype(np.int32)]))
+        shown = self.shown.get(prompt.sequence) if prompt.known else None
+        if prompt.shown is not None:
+            shown = await asyncio.to_thread(prompt.shown.fetch)
+        completion = await self.generate(tokens.tolist(), params, request, shown)
+        self._remember(prompt.sequence, np.concatenate([tokens, completion.tokens.astype(np.int32)]), shown)
         return completion
 
-    def _remember(self, sequence: str, tokens: np.ndarray) -> None:
-        before = self.sequences.pop(sequence, np.zeros(0, np.int32))
+    def _remember(self, sequence: str, tokens: np.ndarray, shown: Shown | None) -> None:
+        if sequence in self.sequences:
+            self._forget(sequence)
         self.sequences[sequence] = tokens
-        self.tokens += len(tokens) - len(before)
+        self.tokens += len(tokens)
+        if shown is not None:
+            self.shown[sequence] = shown
+            self.tokens += shown.tokens()
         while self.tokens > MOST_REMEMBERED and len(self.sequences) > 1:
-            self.tokens -= len(self.sequences.popitem(last=False)[1])
+            self._forget(next(iter(self.sequences)))
+
+    def _forget(self, sequence: str) -> None:
+        self.tokens -= len(self.sequences.pop(sequence))
+        if (shown := self.shown.pop(sequence, None)) is not None:
+            self.tokens -= shown.tokens()
 
 
 class SamplingEngine(Protocol):
@@ -128,11 +148,15 @@ class SamplingEngine(Protocol):
 
     book: RequestBook
 
-    async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion: ...
+    async def generate(
+        self, tokens: list[int], params: SamplingParams, request: str, shown: Shown | None = None
+    ) -> Completion: ...
 
-    async def generate_group(self, name: str, tokens: list[int], requests: list[Request]) -> Found:
+    async def generate_group(
+        self, name: str, tokens: list[int], requests: list[Request], shown: Shown | None = None
+    ) -> Found:
         """Sample several completions of a prompt: return those that finish first, `collect_group` returns the rest."""
-        return await self.book.group(name, tokens, requests)
+        return await self.book.group(name, tokens, requests, shown)
 
     async def collect_group(self, name: str) -> Found:
         return await self.book.collect(name)
@@ -180,11 +204,11 @@ class WeightSink(Protocol):
         seconds = time.perf_counter() - begun
         return Received(prints, await self.bit_sums(summed) if summed else [], seconds, self.remark)
 
-    async def show(self, tokens: list[int], cached: bool) -> tuple[int, list[float]]:
-        """Return what `cached_tokens`, if it is wanted, and `score` tell of the tokens."""
-        return await self.cached_tokens(tokens) if cached else 0, await self.score(tokens)
+    async def show(self, tokens: list[int], block: list[int], shown: Shown | None = None) -> tuple[int, list[float]]:
+        """Return what `cached_tokens` tells of a block, if there is one, and `score` of tokens."""
+        return await self.cached_tokens(block) if block else 0, await self.score(tokens, shown)
 
-    async def score(self, tokens: list[int]) -> list[float]:
+    async def score(self, tokens: list[int], shown: Shown | None = None) -> list[float]:
         """Return log-probs of tokens[1:] at temperature 1, under the current weights. It works while paused."""
 
     async def pause(self, mode: str = "wait") -> None:

@@ -60,6 +60,10 @@ class RolloutRow:
         return Target(self.path, asynchronous=True, bulk_methods=BULK, environment=environment)
 
 
+BY_TORCHVISION = (  # model types that vLLM loads with its help
+    *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    *("gemma3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
+)
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's
 
 
@@ -89,7 +93,7 @@ ROLLOUT_ENGINES = {
         lean_logprobs=True,
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
         cpu_differs=("lfm2",),  # vLLM 0.32, tiny models: 0.07 nats per token
-        kinds={f"qwen3_5{kind}": "torchvision" for kind in ("", "_text", "_moe", "_moe_text")},
+        kinds=dict.fromkeys(BY_TORCHVISION, "torchvision"),
         environment=vllm_environment,
     ),
     "hf": RolloutRow(

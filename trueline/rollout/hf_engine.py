@@ -2,15 +2,18 @@
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trueline.config.model import ModelConfig
+from trueline.data.pictures import Picture, Shown
 from trueline.data.types import INTERRUPTED, NO_EXPERTS, Completion, experts_of
 from trueline.models.loading import DTYPES, load_model
 from trueline.models.routing import Recorder
+from trueline.models.vision import load_vision
 from trueline.models.weight_names import WeightNames
 from trueline.monitoring.heartbeat import WORK
 from trueline.rollout.engine import EngineSpec, RequestBook, RolloutEngine, SamplingParams, sample_in_parts
@@ -23,6 +26,7 @@ class Request:
     tokens: list[int]
     params: SamplingParams
     completion: asyncio.Future[Completion]
+    pictures: tuple[Picture, ...] = ()
 
 
 class HFEngine(RolloutEngine):
@@ -34,6 +38,7 @@ class HFEngine(RolloutEngine):
         config = ModelConfig(path=spec.model, trust_remote_code=spec.trust_remote_code)
         self.model = load_model(config, DTYPES[spec.dtype]).to(self.device).eval()
         self.names = WeightNames(self.model)
+        self.vision = load_vision(config) if spec.pictures else None
         self.recorder = Recorder(self.model) if spec.experts else None
         self.version = 0
         self.waiting: list[Request] = []
@@ -45,14 +50,16 @@ class HFEngine(RolloutEngine):
         self.busy = asyncio.Lock()
         self.channel: Channel | None = None
 
-    async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+    async def generate(
+        self, tokens: list[int], params: SamplingParams, request: str, shown: Shown | None = None
+    ) -> Completion:
         if params.structure is not None:
             raise ValueError(f"rollout.engine=hf cannot enforce a structure (got {params.structure}): use vllm")
-        return await sample_in_parts(self._queue, tokens, params, request, lambda: self.keeps)
+        return await sample_in_parts(partial(self._queue, shown), tokens, params, request, lambda: self.keeps)
 
-    async def _queue(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+    async def _queue(self, shown: Shown | None, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self.waiting.append(Request(tokens, params, completion))
+        self.waiting.append(Request(tokens, params, completion, shown.pictures if shown else ()))
         if len(self.waiting) == 1:
             self.serving = asyncio.get_running_loop().create_task(self._serve())
         return await completion
@@ -87,14 +94,14 @@ class HFEngine(RolloutEngine):
         logprobs: list[list[float]] = [[] for _ in requests]
         reasons = [""] * rows
         inputs = torch.tensor([request.tokens for request in requests], device=self.device)
-        cache, experts = None, list[Tensor]()
+        cache, experts, pixels = None, list[Tensor](), self._pixels([request.pictures for request in requests])
         with torch.inference_mode():
             while not all(reasons):
                 if self.interrupting:
                     reasons = [reason or INTERRUPTED for reason in reasons]
                     break
-                output = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                cache = output.past_key_values
+                output = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1, **pixels)
+                cache, pixels = output.past_key_values, {}
                 experts += [self.recorder.of_pass(rows)] if self.recorder is not None else []
                 drawn, scores = draw(output.logits[:, -1].float(), requests, tokens, generators)
                 for row in [row for row in range(rows) if not reasons[row]]:
@@ -108,11 +115,18 @@ class HFEngine(RolloutEngine):
         parts = zip(tokens, logprobs, reasons, expert_rows(experts, requests, tokens), strict=True)
         return [Completion.of(row, scores, self.version, reason, experts=sent) for row, scores, reason, sent in parts]
 
-    async def score(self, tokens: list[int]) -> list[float]:
+    def _pixels(self, sequences: list[tuple[Picture, ...]]) -> dict[str, Tensor]:
+        """Return the pictures of a batch's prompts, in the order of its rows."""
+        if self.vision is None or not any(sequences):
+            return {}
+        return self.vision.pixels(sequences, self.model.dtype, self.device)
+
+    async def score(self, tokens: list[int], shown: Shown | None = None) -> list[float]:
         async with self.busy:
             with torch.inference_mode():
                 ids = torch.tensor([tokens], device=self.device)
-                scores = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float().log_softmax(-1)
+                pixels = self._pixels([shown.pictures] if shown else [])
+                scores = self.model(input_ids=ids, use_cache=False, **pixels).logits[0, :-1].float().log_softmax(-1)
                 return scores.gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
     async def pause(self, mode: str = "wait") -> None:

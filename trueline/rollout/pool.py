@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from trueline.data.pictures import Shown
 from trueline.data.types import Completion
 from trueline.rollout.engine import (
     Found,
@@ -25,8 +26,10 @@ from trueline.runtime.actors import (
     ActorFailure,
     AsyncMethod,
     Given,
+    LocalActor,
     RayActor,
     Result,
+    Stored,
 )
 
 SILENCE = 10  # an engine without a heartbeat for this part of timeout_seconds is restarted
@@ -60,11 +63,15 @@ class SequencePlace:
     known: int
 
 
+Sequenced = tuple[SequencePlace | None, Shown | None]  # where a request continues, and the pictures of its sequence
+
+
 @dataclass(slots=True, eq=False)
 class GroupCall:
     """One call for several completions of a prompt."""
 
     tokens: list[int]
+    shown: Shown | None = None  # the pictures of all of them
     requests: list[Request] = field(default_factory=list)
     waiting: list[asyncio.Future[Completion]] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
@@ -135,6 +142,7 @@ class EnginePool:
         self.takes_groups = takes_groups  # completions of one prompt are one call, and a turn sends its new tokens
         self.group_calls: dict[tuple[int, int], GroupCall] = {}  # by engine and group: others can still join them
         self.holders: dict[RolloutKey, dict[int, tuple[int, int]]] = {}  # engine of each sequence of an episode
+        self.shown: dict[int, tuple[Shown, Stored[Shown]]] = {}  # pictures of groups, sent by reference to each turn
         self.loads = [Load() for _ in actors]
         self.slots = [asyncio.Semaphore(CONCURRENT_CALLS) for _ in actors]
         self.incarnations = [0 for _ in actors]  # late failures of an earlier process are ignored
@@ -159,9 +167,10 @@ class EnginePool:
         key: RolloutKey,
         turn: int = 0,
         place: SequencePlace | None = None,
+        shown: Shown | None = None,
     ) -> Completion:
         """Sample a completion; with its `place`, only what is new is sent to the engine that has the rest."""
-        sample = partial(self._sample, key, place)
+        sample = partial(self._sample, key, (place, shown))
         with self.keep_group(key.group):
             return await sample_in_parts(sample, tokens, params, key.request(turn), lambda: True)
 
@@ -176,11 +185,12 @@ class EnginePool:
             if not self.groups[group]:
                 del self.groups[group]
                 self.group_engines.pop(group, None)
+                self.shown.pop(group, None)
                 for key in self.sampled.pop(group, Counter()):
                     self.holders.pop(key, None)
 
     async def _sample(
-        self, key: RolloutKey, sequence: SequencePlace | None, tokens: list[int], params: SamplingParams, request: str
+        self, key: RolloutKey, sequence: Sequenced, tokens: list[int], params: SamplingParams, request: str
     ) -> Completion:
         """Send a request to an engine; if the engine dies, send it to another."""
         completion: Completion | None = None
@@ -203,42 +213,55 @@ class EnginePool:
         return completion
 
     async def _request(
-        self, place: int, key: RolloutKey, sequence: SequencePlace | None, tokens: list[int], request: Request
+        self, place: int, key: RolloutKey, where: Sequenced, tokens: list[int], request: Request
     ) -> Completion:
-        name, params = request
+        (name, params), (sequence, shown) = request, where
         if not self.takes_groups or params.structure is not None:
-            return await self.actors[place].call(RolloutEngine.generate, tokens, params, name)
+            return await self.actors[place].call(RolloutEngine.generate, tokens, params, name, shown)
         if sequence is None:
-            return await self._join_group(place, key.group, tokens, request)
+            return await self._join_group((place, key.group), tokens, shown, request)
         holders, here = self.holders.setdefault(key, {}), (place, self.incarnations[place])
         known = sequence.known if holders.get(sequence.number) == here else 0
         completion = None
         for count in dict.fromkeys((known, 0)):  # 0: the engine has forgotten the sequence, or never had it
             if completion is None:
-                prompt = NextTurn(f"{key.request(0)}/{sequence.number}", count, tokens[count:])
+                sent = None if count else self._by_reference(key.group, shown)
+                prompt = NextTurn(f"{key.request(0)}/{sequence.number}", count, tokens[count:], sent)
                 completion = await self.actors[place].call(RolloutEngine.generate_turn, prompt, params, name)
         assert completion is not None, "every engine knows no tokens of a sequence"
         holders[sequence.number] = here
         return completion
 
-    async def _join_group(self, place: int, group: int, tokens: list[int], request: Request) -> Completion:
+    def _by_reference(self, group: int, shown: Shown | None) -> Stored[Shown] | None:
+        """Put the pictures of a group into the object store once; every episode sends only where they lie."""
+        if shown is None:
+            return None
+        if group not in self.shown or self.shown[group][0] != shown:
+            self.shown[group] = shown, Stored(shown)
+            if not isinstance(self.actors[0], LocalActor):
+                self.shown[group][1].share()
+        return self.shown[group][1]
+
+    async def _join_group(
+        self, where: tuple[int, int], tokens: list[int], shown: Shown | None, request: Request
+    ) -> Completion:
         """Join the call of the group's other completions if that is not sent yet, and has the same prompt."""
-        call = self.group_calls.get((place, group))
-        if call is None or call.tokens != tokens:
-            call = self.group_calls[place, group] = GroupCall(tokens)
-            call.task = asyncio.create_task(self._send_group(place, group, call))
+        call = self.group_calls.get(where)
+        if call is None or (call.tokens, call.shown) != (tokens, shown):
+            call = self.group_calls[where] = GroupCall(tokens, shown)
+            call.task = asyncio.create_task(self._send_group(where, call))
             call.task.add_done_callback(call.end)
         return await call.join(request)
 
-    async def _send_group(self, place: int, group: int, call: "GroupCall") -> None:
+    async def _send_group(self, where: tuple[int, int], call: "GroupCall") -> None:
         """Send a group to an engine once its completions have joined, and hand out what it returns."""
         for _ in range(JOINING):
             await asyncio.sleep(0)
-        if self.group_calls.get((place, group)) is call:
-            del self.group_calls[place, group]
-        actor, name = self.actors[place], call.requests[0][0]
+        if self.group_calls.get(where) is call:
+            del self.group_calls[where]
+        actor, name = self.actors[where[0]], call.requests[0][0]
         try:
-            call.deliver(await actor.call(RolloutEngine.generate_group, name, call.tokens, call.requests))
+            call.deliver(await actor.call(RolloutEngine.generate_group, name, call.tokens, call.requests, call.shown))
             while call.is_waiting():
                 call.deliver(await actor.call(RolloutEngine.collect_group, name))
         except asyncio.CancelledError:

@@ -10,6 +10,7 @@ from typing import Any
 
 from trueline.data.chat import ChatFormat, OpenPrompt
 from trueline.data.messages import Message, Talk, Tool, content_of
+from trueline.data.pictures import Picture, Shown, image_parts
 from trueline.data.types import Completion, Dialogue, Trajectory
 from trueline.environments.base import OutOfBudget, Policy, Reply, Structure, as_said
 from trueline.rollout.engine import SamplingParams
@@ -45,6 +46,7 @@ class TokenSequence:
     sampled: int = 0  # tokens
     number: int = 0  # in the episode
     busy: bool = False
+    shown: Shown | None = None  # its pictures
 
     def is_prefix_of(self, messages: list[Message], tools: Sequence[Tool], chat: ChatFormat) -> bool:
         """Tell whether these messages begin with the whole conversation and add to it."""
@@ -153,7 +155,8 @@ class Session(Policy):
         known, new = turn.sequence.record.tokens, turn.prompt.tokens
         place = SequencePlace(turn.sequence.number, len(known)) if self.limits.turns > 1 else None
         with NotedFailure(self.engine_failures):
-            return await self.pool.generate([*known.tolist(), *new], sampling, self.key, number, place)
+            tokens, shown = [*known.tolist(), *new], turn.sequence.shown
+            return await self.pool.generate(tokens, sampling, self.key, number, place, shown)
 
     def _record(self, turn: Turn, completion: Completion, text: str, message: Message, spelled: Message) -> Reply:
         sequence, before = turn.sequence, turn.length()
@@ -164,6 +167,7 @@ class Session(Policy):
             if self.sequences:
                 self.trajectory.branches.append(sequence.record)
             else:
+                self.trajectory.pictures = sequence.record.pictures
                 sequence.record = self.trajectory
             self.sequences.append(sequence)
         sequence.record.add_action(completion, turn.prompt.tokens)
@@ -223,7 +227,8 @@ class Session(Policy):
         following = None
         if known is not None:
             new, last = messages[len(known.said) :], int(known.record.tokens[-1])
-            following = known.chat.follow(known.prompt, known.reply, new, last)
+            # A picture's token that the policy sampled cannot stand within a prompt.
+            following = None if chat.is_picture(last) else known.chat.follow(known.prompt, known.reply, new, last)
         if known is None or following is None:
             return [self._first_turn(messages, tools, chat), *others]
         turn, most = Turn(known, new, following), self.params.max_new_tokens
@@ -235,7 +240,7 @@ class Session(Policy):
         return [turn, *others]
 
     def _first_turn(self, messages: list[Message], tools: list[Tool], chat: ChatFormat) -> Turn:
-        prompt = chat.begin(messages, tools)
+        prompt = chat.begin(messages, tools, self._pictures_of(messages))
         if len(prompt.tokens) >= self.limits.context:
             raise OutOfBudget(
                 f"a conversation of {len(prompt.tokens)} tokens leaves no room for a reply: {self._context_words()}",
@@ -244,10 +249,18 @@ class Session(Policy):
         # The messages before the first reply of the episode: those that another sequence began with, or all.
         openings = [one.opening for one in self.sequences if one.matches(messages, one.opening)]
         opening = max((count for count in openings if count < len(messages)), default=len(messages))
-        record = Trajectory(self.trajectory.prompt, self.key.group)
+        record = Trajectory(
+            self.trajectory.prompt, self.key.group, pictures=prompt.shown.pictures if prompt.shown else ()
+        )
         self.begun += 1
-        sequence = TokenSequence(record, chat, tools, len(messages), opening, prompt, number=self.begun)
+        sequence = TokenSequence(
+            record, chat, tools, len(messages), opening, prompt, number=self.begun, shown=prompt.shown
+        )
         return Turn(sequence, messages, prompt)
+
+    def _pictures_of(self, messages: list[Message]) -> tuple[Picture, ...]:
+        """Return the pictures of a conversation: those of the row, or none."""
+        return self.trajectory.prompt.pictures if any(True for _ in image_parts(messages)) else ()
 
     def _context_words(self) -> str:
         return f"a sequence may have {self.limits.context} (rollout.max_prompt_tokens + rollout.max_new_tokens)"

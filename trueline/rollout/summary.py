@@ -9,7 +9,8 @@ import torch
 
 from trueline.data.batching import find_families
 from trueline.data.messages import content_of
-from trueline.data.types import Kin, Outcome, Sample, Trajectory, is_filled, to_samples
+from trueline.data.pictures import Picture
+from trueline.data.types import PICTURES, Kin, Outcome, Sample, Trajectory, is_filled, to_samples
 from trueline.environments.single_turn import reward_call
 from trueline.runtime.actors import Stored
 
@@ -66,6 +67,7 @@ class EpisodeSummary:
     version_sum: int = 0  # over sampled tokens
     repeated_share: float = 0.0
     has_experts: bool = False  # engines have reported them
+    has_pictures: bool = False  # some of its sequences
     call: dict[str, Any] = field(default_factory=dict)  # of the reward, where the episode failed
 
     def sampled_tokens(self) -> int:
@@ -83,6 +85,7 @@ class Parcels:
     step: Stored[Arrays]
     experts: Stored[Arrays]  # empty where engines report none
     transcripts: Stored[list[Transcript]]
+    pictures: Stored[dict[str, list[tuple[Picture, ...]]]]  # of each sequence; empty where there are none
 
 
 class SampledGroup(list[EpisodeSummary]):
@@ -127,6 +130,7 @@ def summarise(trajectory: Trajectory) -> EpisodeSummary:
         int(versions.sum(dtype=np.int64)),
         repeated_share(sequences) if sequences else 0.0,
         bool(sequences) and len(sequences[0].experts) > 0,
+        any(one.pictures for one in sequences),
         reward_call(trajectory.prompt, trajectory.reply, trajectory.talk) if trajectory.outcome.is_failure else {},
     )
 
@@ -153,6 +157,12 @@ def pack_group(group: Sequence[Trajectory]) -> tuple[Arrays, Arrays, Arrays]:
     ranks["tokens"] = ranks["tokens"].astype(np.int32)
     experts = join_fields(samples, ("experts",)) if is_filled(samples[0], "experts") else {}
     return ranks, join_fields(samples, STEP), experts
+
+
+def pack_pictures(group: Sequence[Trajectory]) -> dict[str, list[tuple[Picture, ...]]]:
+    """Return the pictures of a group's trainable sequences; those that several show are sent once."""
+    found = [part.pictures for one in group if one.outcome.is_scored for part in one.sequences()]
+    return {PICTURES: found} if any(found) else {}
 
 
 def join_fields(samples: Sequence[Sample], names: Sequence[str]) -> Arrays:

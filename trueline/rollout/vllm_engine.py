@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
+from functools import lru_cache, partial
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -22,6 +22,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from trueline.data.pictures import Picture, Shown
 from trueline.data.types import INTERRUPTED, NO_EXPERTS, Completion
 from trueline.environments.tools.vllm_calls import BACKEND, vllm_structure
 from trueline.monitoring.heartbeat import WORK
@@ -55,6 +56,8 @@ PARTS = {  # of a start, by what vLLM logs as each ends
     "Initial profiling/warmup run took": "compile",
     "Graph capturing finished": "graphs",
 }
+PROCESSED_GIB = 1  # host memory for pixels, which requests of the same picture share
+DECODED = 32  # pictures
 WORKER_SECONDS = 5.0  # between the errors of other workers and the end of a dying one
 
 
@@ -103,10 +106,12 @@ class VllmEngine(RolloutEngine):
             self.remark = f"vLLM is asked for the log-prob of every token, because {self.trust.doubt}"
             logging.getLogger(__name__).warning(self.remark)
 
-    async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
-        return await sample_in_parts(self._sample, tokens, params, request, lambda: self.keeps)
+    async def generate(
+        self, tokens: list[int], params: SamplingParams, request: str, shown: Shown | None = None
+    ) -> Completion:
+        return await sample_in_parts(partial(self._sample, shown), tokens, params, request, lambda: self.keeps)
 
-    async def _sample(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+    async def _sample(self, shown: Shown | None, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         settings = VllmParams(
             temperature=params.temperature,
             top_p=params.top_p,
@@ -122,7 +127,7 @@ class VllmEngine(RolloutEngine):
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._run(tokens, settings, request)
+        output = await self._run(tokens, settings, request, shown)
         completion, cached = output.outputs[0], output.num_cached_tokens or 0
         chosen = list(completion.token_ids)
         logprobs = self._kept_logprobs(output) if settings.logprobs is None else self._own_logprobs(output, params)
@@ -145,20 +150,25 @@ class VllmEngine(RolloutEngine):
             self._tell_doubt()
         return list(sampled.logprobs)
 
-    async def score(self, tokens: list[int]) -> list[float]:
-        output = await self._run(tokens, one_token(prompt_logprobs=0), f"score-{self.version}", paused=True)
+    async def score(self, tokens: list[int], shown: Shown | None = None) -> list[float]:
+        name = f"score-{self.version}"
+        output = await self._run(tokens, one_token(prompt_logprobs=0), name, shown, paused=True)
         return [one[token].logprob for one, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
 
-    async def _run(self, tokens: list[int], settings: VllmParams, request: str, *, paused: bool = False) -> Any:
+    async def _run(
+        self, tokens: list[int], settings: VllmParams, request: str, shown: Shown | None = None, *, paused: bool = False
+    ) -> Any:
         if not paused:
             await self.open.wait()
         self.running += 1
         self.idle.clear()
         done = self.waiting[request] = Future[Any]()
         try:
-            prompt = TokensPrompt(prompt_token_ids=tokens)
+            prompt = TokensPrompt(prompt_token_ids=tokens) if shown is None else picture_prompt(tokens, shown)
             self.thread.begin(partial(self._guard, partial(self._add, request, prompt, settings)), done)
-            return await asyncio.wrap_future(done)
+            output = await asyncio.wrap_future(done)
+            check_prompt(output.prompt_token_ids, tokens)
+            return output
         except asyncio.CancelledError:
             await self._call(self._drop, request)
             raise
@@ -268,12 +278,17 @@ class VllmEngine(RolloutEngine):
     async def receive(self, buckets: list[Bucket], version: int) -> list[list[int]]:
         plain = plain_buckets(buckets)
         sums: list[list[int]] = await self._call(self.llm.collective_rpc, "receive_weights", args=(plain,))
-        if not await self._call(self.llm.reset_prefix_cache):
-            raise RuntimeError("vLLM could not empty its prefix cache, which the old weights have filled")
+        await self._empty_caches()
         self.version = version
         if self.adapter_only:
             self.adapter = LoRARequest("policy", ADAPTER, "in memory")
         return sums
+
+    async def _empty_caches(self) -> None:
+        """Forget what the old weights have computed of prompts and of pictures."""
+        if not await self._call(self.llm.reset_prefix_cache):
+            raise RuntimeError("vLLM could not empty its prefix cache, which the old weights have filled")
+        await self._call(self.llm.reset_encoder_cache)
 
     async def load(self, weights: list[tuple[str, Tensor]], version: int) -> None:
         raise RuntimeError("a vLLM engine has its own process: send its weights through a broadcast group")
@@ -312,6 +327,34 @@ def import_model(spec: EngineSpec) -> None:
             ModelRegistry.register_model(name, known.load_model_cls())
 
 
+@lru_cache(DECODED)
+def pixels_of(picture: Picture) -> Any:
+    """Return the pixels of a picture, which the completions of a group ask for one after the other."""
+    return picture.decode()
+
+
+def picture_prompt(tokens: list[int], shown: Shown) -> TokensPrompt:
+    """Return a prompt with one placeholder for each picture: vLLM itself makes the tokens of pictures.
+
+    Where it finds those tokens already, it adds others and computes something else without an error.
+    """
+    pictures = [pixels_of(picture) for picture in shown.pictures]
+    return TokensPrompt(prompt_token_ids=shown.shorten(tokens), multi_modal_data={"image": pictures})
+
+
+def check_prompt(found: list[int], tokens: list[int]) -> None:
+    """Refuse a prompt in which vLLM has other tokens than the trainer."""
+    if found == tokens:
+        return
+    pairs = enumerate(zip(found, tokens, strict=False))
+    place = next((at for at, (one, other) in pairs if one != other), min(len(found), len(tokens)))
+    raise RuntimeError(
+        f"vLLM has made other tokens of a prompt than the trainer: {len(found)} instead of {len(tokens)}, the first "
+        f"difference at token {place} ({found[place : place + 5]} instead of {tokens[place : place + 5]}): its "
+        "processor of pictures and that of Transformers differ for this model"
+    )
+
+
 def lengths_of(output: Any) -> tuple[int, int]:
     """Return the tokens of a request's prompt, and how many were sampled."""
     return len(output.prompt_token_ids), len(output.outputs[0].token_ids)
@@ -345,7 +388,7 @@ def engine_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:
         # Log-probs of the distribution that was sampled from, not of the raw logits.
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": RECEIVER,
-        "skip_tokenizer_init": not spec.structured,
+        "skip_tokenizer_init": not (spec.structured or spec.pictures),  # vLLM's processors of pictures need it
         "seed": spec.seed,
         "disable_log_stats": True,
         "trust_remote_code": spec.trust_remote_code,
@@ -355,7 +398,12 @@ def engine_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:
         **({"structured_outputs_config": STRUCTURES} if spec.structured else {}),
         **({"enable_return_routed_experts": True} if spec.experts else {}),
         **({"speculative_config": NGRAMS} if spec.speculative else {}),
+        **(picture_options(spec) if spec.pictures else {}),
     }
+
+
+def picture_options(spec: EngineSpec) -> dict[str, Any]:
+    return {"limit_mm_per_prompt": {"image": spec.pictures, "video": 0}, "mm_processor_cache_gb": PROCESSED_GIB}
 
 
 def on_gpu_options(spec: EngineSpec) -> dict[str, Any]:

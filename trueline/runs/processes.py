@@ -146,7 +146,7 @@ class RolloutWorker(GroupWorker):
         try:
             return await super().sample(spec, numbered, place, engine)
         except EngineLost as lost:  # which the controller has to act on
-            return str(lost), {}, {}, {}, []
+            return str(lost), {}, {}, {}, [], {}
 
 
 def share_of(processes: int, workers: int) -> Tree:
@@ -205,7 +205,7 @@ def open_sampling(
         for remark in loop.run(workers.start(), "starting rollout workers"):
             note(remark)
         asyncio.run_coroutine_threadsafe(workers.watch(plan.config.timeout_seconds / SILENCE), loop.loop)
-        yield Sampling(workers, tuple(sorted(plan.chat.stop_ids)), loop)
+        yield Sampling(workers, plan.chat.sampled_stops(), loop)
 
 
 def describe_start(actors: Sequence[Actor[Any]]) -> str:

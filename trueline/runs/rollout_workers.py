@@ -13,11 +13,11 @@ from trueline.rollout.episode import Episodes
 from trueline.rollout.failures import EngineLost, RolloutFailure
 from trueline.rollout.groups import GroupSampler, Numbered, Sampler, SamplerSpec
 from trueline.rollout.pool import MOST_DEATHS, EngineLoss, EnginePool, Load, load_metrics
-from trueline.rollout.summary import Parcels, SampledGroup, pack_group, summarise_group, transcript
+from trueline.rollout.summary import Parcels, SampledGroup, pack_group, pack_pictures, summarise_group, transcript
 from trueline.runtime.actors import Actor, ActorDeath, ActorFailure, NodeLost, RayActor, RayHandle, Result, Stored
 
 TRAIN = "train"  # the purpose of groups whose tokens stay in the object store
-BODIES = 4  # results of a group besides its numbers: see Parcels
+BODIES = 5  # results of a group besides its numbers: see Parcels
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class GroupWorker:
                 pool.group_engines[place] = engine
             group = await GroupSampler(self.episodes, self.environment, spec).sample(numbered, place)
         if spec.purpose != TRAIN:
-            return group, {}, {}, {}, []
+            return group, {}, {}, {}, [], {}
         texts = [transcript(one, TRAIN) for one in group if one.outcome.is_scored]
-        return summarise_group(group), *pack_group(group), texts
+        return summarise_group(group), *pack_group(group), texts, pack_pictures(group)
 
     async def partial_lengths(self, spec: SamplerSpec, groups: Collection[int]) -> list[int]:
         return await GroupSampler(self.episodes, self.environment, spec).partial_lengths(groups)

@@ -3,14 +3,15 @@
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from trueline.config.rl import SyncConfig
+from trueline.data.pictures import Shown
 from trueline.data.types import Sample
 from trueline.monitoring.findings import WATCH, Finding
 from trueline.rollout.engine import PROOFS, Received, RolloutEngine
@@ -44,6 +45,12 @@ class Canary:
     least: float  # a mean gap up to this is rounding in any model
     tolerance: float | None = None  # the user's own limit
     strange: float = math.inf  # a larger gap is no rounding, even at the start
+    shown: Shown | None = None  # the pictures that they stand for
+    text: list[int] = field(default_factory=list)  # those behind the last picture, which can be computed without it
+
+    def block(self) -> list[int]:
+        """Return what a block of the prefix cache is made of."""
+        return self.text or self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,7 @@ class Scoring:
 
     tokens: list[int]
     where: Tensor  # of tokens[1:], those that count
+    shown: Shown | None
     wait: Callable[[], list[Tensor]]
 
 
@@ -211,7 +219,7 @@ class WeightSync:
     def publish(self, version: int) -> dict[str, float]:
         """Load the trainer's weights into every engine; engines stay paused until `verify`."""
         start, adding = time.perf_counter(), [] if self.proof is None else self._add_up()
-        filled = self.canary.tokens if self.has_proof("cached_tokens") else []
+        filled = self.canary.block() if self.has_proof("cached_tokens") else []
         self._engines(RolloutEngine.halt, self.plan.on_update, filled)
         self.is_paused = True
         found = self._load(version) if self.transport == "local" else self._send(version)
@@ -236,7 +244,7 @@ class WeightSync:
         given = (self.buckets, version, self.plan.dtype if self.proof is not None else "")
         sending = [actor.submit(Worker.send_weights, self.buckets) for actor in self.policy.actors]
         if self.has_proof("score"):  # every rank does that next, while engines still load
-            self.scoring = self._begin_score(self.canary.tokens)
+            self.scoring = self._begin_score(self.canary.tokens, shown=self.canary.shown)
         sent, received = self._both(
             [one.async_result() for one in sending],
             [actor.call(RolloutEngine.take, *given) for actor in self.pool.actors],
@@ -274,13 +282,13 @@ class WeightSync:
 
     def _look(self) -> float:
         """Check that paused engines emptied their prefix caches, resume them, and return the gap on the canary."""
-        tokens, cached, gap = self.canary.tokens, self.is_paused and self.has_proof("cached_tokens"), 0.0
-        taken: list[int] = []
+        canary, gap, taken = self.canary, 0.0, list[int]()
+        block = canary.block() if self.is_paused and self.has_proof("cached_tokens") else []
         if self.has_proof("score"):
-            scoring, self.scoring = self.scoring or self._begin_score(tokens), None
-            taken, gap = self._compare(scoring, cached=cached)
-        elif cached:
-            taken = self._engines(RolloutEngine.cached_tokens, tokens)
+            scoring, self.scoring = self.scoring or self._begin_score(canary.tokens, shown=canary.shown), None
+            taken, gap = self._compare(scoring, block)
+        elif block:
+            taken = self._engines(RolloutEngine.cached_tokens, block)
         if any(taken):
             engine = next(at for at, count in enumerate(taken) if count)
             raise SyncFailure(
@@ -299,17 +307,18 @@ class WeightSync:
         """
         return self._compare(self._begin_score(tokens, counted))[1]
 
-    def _begin_score(self, tokens: list[int], counted: list[bool] | None = None) -> Scoring:
+    def _begin_score(self, tokens: list[int], counted: list[bool] | None = None, shown: Shown | None = None) -> Scoring:
         mask = torch.arange(len(tokens)) > 0
         sample = Sample(torch.tensor(tokens), mask if counted is None else mask & torch.tensor(counted))
+        sample.pictures = shown.pictures if shown else ()
         work = asyncio.to_thread(self.policy.score, [sample], temperature=1.0)
-        return Scoring(tokens, sample.mask[1:], self.loop.begin(work, "scoring by the trainer"))
+        return Scoring(tokens, sample.mask[1:], shown, self.loop.begin(work, "scoring by the trainer"))
 
-    def _compare(self, scoring: Scoring, *, cached: bool = False) -> tuple[list[int], float]:
-        """Return how many tokens each engine takes from its cache, if that is `cached`, and the largest gap."""
+    def _compare(self, scoring: Scoring, block: Sequence[int] = ()) -> tuple[list[int], float]:
+        """Return how many tokens of a block each engine takes from its cache, if there is one, and the largest gap."""
         if self.transport == "local":
             scoring.wait()  # models of one process share the state of a forward pass
-        shown = self._engines(RolloutEngine.show, scoring.tokens, cached)
+        shown = self._engines(RolloutEngine.show, scoring.tokens, list(block), scoring.shown)
         ours = scoring.wait()[0][1:]
         gaps = [(ours - torch.tensor(scores))[scoring.where].abs().mean() for _, scores in shown]
         return [taken for taken, _ in shown], torch.stack(gaps).max().item()  # NaN too

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from trueline.config.model import reads_experts
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.batching import find_families
 from trueline.data.pictures import Picture
-from trueline.data.types import TOKEN_FIELDS, Kin, Sample
+from trueline.data.types import PICTURES, TOKEN_FIELDS, Kin, Sample
 from trueline.models.loading import ModelFacts
 from trueline.runtime.actors import Stored
 
@@ -51,7 +52,7 @@ class SampleBlock:
 
     names: tuple[str, ...]
     samples: tuple[int, ...]  # their numbers in the step
-    arrays: Stored[Arrays]
+    arrays: Stored[Any]  # Arrays, or the pictures of each
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class Fields:
     lengths: list[int]  # of every sample of the step, by which blocks are divided
     blocks: list[SampleBlock]
     same: dict[str, str] = field(default_factory=dict)  # fields that are another one, e.g. old log-probs
-    found: dict[str, dict[int, np.ndarray]] = field(default_factory=dict)  # what this process has fetched
+    found: dict[str, dict[int, Any]] = field(default_factory=dict)  # what this process has fetched
 
     def __reduce__(self) -> tuple[object, ...]:
         return Fields, (self.lengths, self.blocks, self.same)
@@ -69,7 +70,7 @@ class Fields:
     def names(self) -> set[str]:
         return {*self.same, *(name for block in self.blocks for name in block.names)}
 
-    def part(self, name: str, number: int) -> np.ndarray:
+    def part(self, name: str, number: int) -> Any:
         """Return a field of one sample; its block is fetched the first time."""
         name = self.same.get(name, name)
         if number not in self.found.get(name, ()):
@@ -81,6 +82,9 @@ class Fields:
         ends = np.cumsum([self.lengths[number] for number in block.samples])
         for name, array in block.arrays.fetch().items():
             views = self.found.setdefault(name, {})
+            if name == PICTURES:
+                views |= zip(block.samples, array, strict=True)
+                continue
             for number, end in zip(block.samples, ends, strict=True):
                 views[number] = array[end - self.lengths[number] : end]
 
@@ -120,7 +124,7 @@ class StoredSamples:
 
     def for_rank(self, places: Iterable[int], *, experts: bool, shares: bool = False) -> "RankSamples":
         """Return what a rank needs to read the samples at these places."""
-        names = [name for name in TOKEN_FIELDS if experts or name != "experts"]
+        names = [PICTURES, *(name for name in TOKEN_FIELDS if experts or name != "experts")]
         return RankSamples(
             np.array(self.numbers),
             np.array([row.length for row in self.rows]),
@@ -148,10 +152,13 @@ class RankSamples:
         return [name for name in TOKEN_FIELDS if name in known]
 
     def part(self, name: str, at: int) -> np.ndarray:
-        return self.fields.part(name, int(self.numbers[at]))
+        found: np.ndarray = self.fields.part(name, int(self.numbers[at]))
+        return found
 
     def pictures_of(self, at: int) -> tuple[Picture, ...]:
-        return ()  # sampled sequences have none
+        number, blocks = int(self.numbers[at]), self.fields.blocks
+        shown = any(PICTURES in block.names and number in block.samples for block in blocks)
+        return self.fields.part(PICTURES, number) if shown else ()
 
 
 Samples = Sequence[Sample] | StoredSamples
@@ -163,7 +170,9 @@ def lengths_of(samples: Samples) -> list[int]:
 
 
 def has_pictures(samples: Samples) -> bool:
-    return not isinstance(samples, StoredSamples) and any(sample.pictures for sample in samples)
+    if isinstance(samples, StoredSamples):
+        return PICTURES in samples.fields.names()
+    return any(sample.pictures for sample in samples)
 
 
 def families_of(samples: Samples) -> list[Kin]:

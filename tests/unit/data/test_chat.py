@@ -7,8 +7,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.tool_calls import RESULT, TOOL_TALK, TOOL_TEMPLATE, TOOLS, calling
 from trueline.config.base import ConfigError
-from trueline.data.chat import ChatFormat, Encoded, Learn, learned_text
+from trueline.data.chat import ChatFormat, Encoded, Learn
 from trueline.data.messages import Message
+from trueline.data.template import learned_text
 
 TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }}:{{ message['content'] }}{% endfor %}"

@@ -23,7 +23,7 @@ def trajectory(reward: float, version: int, tokens: int = 2, *, group: int = 0, 
 def described(groups: list[list[Trajectory]], dropped: Dropped | None = None, version: int = 7) -> dict[str, float]:
     known = [[summarise(one) for one in group] for group in groups]
     nowhere: Any = None
-    rows = stored_samples([SampledGroup(group, Parcels(*[nowhere] * 4)) for group in known]).rows
+    rows = stored_samples([SampledGroup(group, Parcels(*[nowhere] * 5)) for group in known]).rows
     for row in rows:
         row.reward = row.task_reward - 0.5  # as shaping may do
     return describe_step(known, rows, dropped or Dropped(), version)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from trueline.data.pictures import Shown
 from trueline.data.types import Completion
 from trueline.rollout import engine as engines
 from trueline.rollout.engine import NextTurn, RequestBook, RolloutEngine, SamplingParams
@@ -28,7 +29,9 @@ class Counting(RolloutEngine):
         self.ended: list[str] = []
         self.failing = ""
 
-    async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+    async def generate(
+        self, tokens: list[int], params: SamplingParams, request: str, shown: Shown | None = None
+    ) -> Completion:
         self.prompts.append(tokens)
         try:
             if params.seed == -1:
@@ -70,7 +73,7 @@ def test_a_group_is_one_call_and_each_gets_its_own_completion() -> None:
     actor = Recording(Counting())
     found = asyncio.run(ask(EnginePool([actor], takes_groups=True), [3, 3, 3, 3]))
     assert actor.names() == ["generate_group"]
-    _, (name, tokens, requests) = actor.calls[0]
+    _, (name, tokens, requests, _) = actor.calls[0]
     assert (name, tokens, [request for request, _ in requests]) == ("train-0-0-0", [1, 2], [
         "train-0-0-0", "train-0-1-0", "train-0-2-0", "train-0-3-0",
     ])  # fmt: skip
@@ -139,7 +142,9 @@ def test_an_engine_that_dies_under_a_group_is_lost_once_and_another_takes_it_ove
 
 def test_an_error_of_an_engine_reaches_every_completion_that_waits() -> None:
     class Broken(Counting):
-        async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+        async def generate(
+            self, tokens: list[int], params: SamplingParams, request: str, shown: Shown | None = None
+        ) -> Completion:
             raise ValueError("a token outside the vocabulary")
 
     with pytest.raises(ValueError, match="outside the vocabulary"):

@@ -17,6 +17,7 @@ from trueline.config.algorithm import DynamicSamplingConfig
 from trueline.config.reward import RewardPartConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import Order
+from trueline.data.pictures import Shown
 from trueline.data.types import INTERRUPTED, Completion, Outcome, Prompt
 from trueline.environments.base import Environment, EpisodeResult, Policy, Structure
 from trueline.environments.single_turn import SingleTurn
@@ -54,7 +55,9 @@ class FakeEngine:
     async def call(self, method: Callable[..., Any], *args: Any) -> Any:
         return await getattr(self, method.__name__)(*args)
 
-    async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+    async def generate(
+        self, tokens: list[int], params: SamplingParams, request: str, shown: Shown | None = None
+    ) -> Completion:
         self.requests.append((request, params.seed))
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -640,7 +643,9 @@ class MortalEngine(FakeEngine):
 
     last = 10**9
 
-    async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+    async def generate(
+        self, tokens: list[int], params: SamplingParams, request: str, shown: Shown | None = None
+    ) -> Completion:
         if len(self.requests) >= self.last:
             raise ActorDeath(f"{self.name}.generate: its process died (7 of 8)")
         return await super().generate(tokens, params, request)
@@ -753,7 +758,9 @@ class Held:
         self.prompts = {tuple(tokenizer.encode(f"{number:02d}")): number for number in range(len(PROMPTS))}
         plain = engine.generate
 
-        async def generate(tokens: list[int], params: SamplingParams, request: str) -> Completion:
+        async def generate(
+            tokens: list[int], params: SamplingParams, request: str, shown: Shown | None = None
+        ) -> Completion:
             await self.gate(self.number(tokens)).wait()
             return await plain(tokens, params, request)
 

@@ -16,6 +16,7 @@ from trueline.algorithms.advantages import gae
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.messages import Message
+from trueline.data.pictures import Shown
 from trueline.data.types import Completion, Outcome, Prompt, Trajectory, to_samples
 from trueline.environments.base import Environment, EpisodeResult, OutOfBudget, Policy, Structure
 from trueline.rewards.base import RewardFailure
@@ -40,7 +41,9 @@ class Scripted:
         self.delay = 0.0  # seconds before an answer
         self.script: dict[str, str] = {}  # what it says to a request, however often it is asked
 
-    async def call(self, method: Any, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+    async def call(
+        self, method: Any, tokens: list[int], params: SamplingParams, request: str, shown: Shown | None = None
+    ) -> Completion:
         await asyncio.sleep(self.delay)
         self.asked.append((tokens, params, request))
         text = self.script.get(request) or self.texts.pop(0)

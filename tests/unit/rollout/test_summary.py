@@ -40,7 +40,7 @@ def test_sequences_of_a_group_that_begin_alike_are_a_family() -> None:
         stranger = episode([first] * 50, 1.0)
         for one in (failed, stranger, *fine):
             one.group = first
-        groups.append(SampledGroup(summarise_group([failed, fine[0], stranger, fine[1]]), Parcels(*[nowhere] * 4)))
+        groups.append(SampledGroup(summarise_group([failed, fine[0], stranger, fine[1]]), Parcels(*[nowhere] * 5)))
     kin = families_of(stored_samples([group.with_rewards() for group in groups]))
     families = [one.family for one in kin]
     assert families[0] == families[2] != families[1] and families[3] == families[5] != families[4]

@@ -21,6 +21,7 @@ from trueline.cli import main
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import LoraConfig, ModelConfig, TrainingConfig
 from trueline.config.rl import SyncConfig
+from trueline.data.pictures import Shown
 from trueline.models.lora import is_adapter
 from trueline.models.weight_names import Named
 from trueline.monitoring.findings import WATCH, Finding
@@ -102,14 +103,14 @@ class DeafPacking(Packing, Deaf):
 
 
 class NoNumbers(HFEngine):
-    async def score(self, tokens: list[int]) -> list[float]:
+    async def score(self, tokens: list[int], shown: Shown | None = None) -> list[float]:
         return [float("nan")] * (len(tokens) - 1)
 
 
 class Confused(HFEngine):
     """Computes something else from the same checkpoint, from the start."""
 
-    async def score(self, tokens: list[int]) -> list[float]:
+    async def score(self, tokens: list[int], shown: Shown | None = None) -> list[float]:
         return [score - 0.05 for score in await super().score(tokens)]
 
 
@@ -190,7 +191,7 @@ class Showless(HFEngine):
     async def cached_tokens(self, tokens: list[int]) -> int:
         raise AssertionError("not declared")
 
-    async def score(self, tokens: list[int]) -> list[float]:
+    async def score(self, tokens: list[int], shown: Shown | None = None) -> list[float]:
         raise AssertionError("not declared")
 
 
@@ -209,7 +210,7 @@ def test_proofs_that_an_engine_does_not_declare_are_left_out_and_named(model_fol
 
 def test_an_engine_that_only_scores_is_compared_by_its_log_probs(model_folder: Path, loop: EventLoop) -> None:
     class Scoring(Showless):
-        async def score(self, tokens: list[int]) -> list[float]:
+        async def score(self, tokens: list[int], shown: Shown | None = None) -> list[float]:
             return await HFEngine.score(self, tokens)
 
     policy, pool = make_policy(model_folder), make_pool(model_folder, Scoring)
@@ -300,7 +301,7 @@ def test_later_gaps_are_judged_by_the_gap_at_the_start(model_folder: Path, loop:
     """Where rounding alone makes 0.009 nats, a fixed limit of 1e-3 would be a false alarm."""
 
     class Rounded(Confused):
-        async def score(self, tokens: list[int]) -> list[float]:
+        async def score(self, tokens: list[int], shown: Shown | None = None) -> list[float]:
             return [score + 0.041 for score in await super().score(tokens)]
 
     policy = make_policy(model_folder)
@@ -604,7 +605,7 @@ def test_a_gap_is_that_of_the_counted_tokens(model_folder: Path, loop: EventLoop
     class Wrong(HFEngine):
         """On every token of `TOKENS[1:]` by another amount."""
 
-        async def score(self, tokens: list[int]) -> list[float]:
+        async def score(self, tokens: list[int], shown: Shown | None = None) -> list[float]:
             return [score + at for at, score in enumerate(await super().score(tokens), 1)]
 
     sync = make_sync(make_policy(model_folder), make_pool(model_folder, HFEngine, Wrong), loop)

@@ -1,0 +1,86 @@
+"""Verbs that sample learn from pictures through the real loop in one process, and each wire of them is looked at."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.pictures import make_picture, make_tiny_idefics
+from trueline.cli import main
+
+ROWS = 8
+REWARD = """
+def right(reply, label, images):
+    (image,) = images
+    assert image.mode == "RGB" and image.size[1] == 24
+    return float(label in reply) + image.getpixel((0, 0))[0] / 10_000
+"""
+KEYS = ["runtime=local", "rollout.engine=hf", "rollout.max_new_tokens=4", "monitoring.tensorboard=false", "seed=1"]
+TRAINED = ["steps=2", "prompts_per_step=4", "algorithm.group_size=4", "training.learning_rate=1e-3"]
+ROUND = ["rounds=1", "prompts_per_round=8", "samples=4", "training.samples_per_step=2", "training.epochs=1"]
+PRESETS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "reinforce++_baseline", "remax"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    make_tiny_idefics(folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    rows = []
+    for number in range(ROWS):
+        make_picture(number, 40 + number).save(folder / f"{number}.png")
+        asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+        rows.append({"prompt": asked, "image": f"{number}.png", "label": "ab"[number % 2]})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def start(home: Path, verb: str, *words: str, name: str = "") -> int:
+    data = ["--eval-data" if verb == "eval" else "--data", f"{home}/rows.jsonl"]
+    named = ["--model", f"{home}/model", *data, "--reward", f"{home}/reward.py:right", "--name", name or verb]
+    return main([verb, *named, f"folder={home}", *KEYS, *words])
+
+
+def metrics(home: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (home / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_trains_on_what_the_engine_saw(preset: str, home: Path) -> None:
+    """Trainer and reference have the engine's log-probs only if both get the picture of every sampled sequence."""
+    kept = ["algorithm.dynamic_sampling.enabled=false"] if preset == "dapo" else []
+    assert start(home, preset, *TRAINED, "algorithm.kl.coefficient=0.01", *kept) == 0
+    first, last = metrics(home, preset)[-2:]
+    assert first["mismatch/logprob_gap_max"] < 1e-4 and last["mismatch/logprob_gap_max"] < 1e-4
+    assert abs(first["policy/sequence_kl"]) < 1e-4
+    assert not math.isclose(first["reward/mean"], round(first["reward/mean"]))  # the reward has looked, too
+
+
+def test_steps_are_streamed_and_sampled_ahead_with_pictures(home: Path) -> None:
+    for name, keys in {"streamed": ["training.stream=true"], "ahead": ["rollout.max_staleness=1"]}.items():
+        assert start(home, "grpo", *TRAINED, "algorithm.kl.coefficient=0", *keys, name=name) == 0
+        assert metrics(home, name)[-2]["mismatch/logprob_gap_max"] < 1e-4
+
+
+def test_samples_name_their_pictures_and_are_trained_on(home: Path) -> None:
+    assert start(home, "generate", "samples=4", "keep=best", "pairs=true") == 0
+    row = json.loads((home / "generate" / "kept.jsonl").read_text().splitlines()[0])
+    assert (home / "generate" / row["images"][0]).read_bytes() in [one.read_bytes() for one in home.glob("*.png")]
+    keys = ["runtime=local", f"folder={home}", "steps=1", "samples_per_step=2", "checkpoint.save=false"]
+    for verb, file in {"sft": "kept", "dpo": "pairs"}.items():
+        words = ["--model", f"{home}/model", "--data", f"{home}/generate/{file}.jsonl", "--name", verb]
+        assert main([verb, *words, *keys]) == 0
+    assert start(home, "generate", "samples=4", "keep=best", "pairs=true", "--resume") == 0
+
+
+def test_eval_and_rounds_read_pictures(home: Path) -> None:
+    assert start(home, "eval") == 0
+    for verb in ("raft", "iterative_dpo"):
+        assert start(home, verb, *ROUND) == 0
+
+
+def test_a_critic_is_refused_by_name(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start(home, "ppo", *TRAINED) == 2
+    assert "critic: " in (said := capsys.readouterr().err) and "vision-language model" in said
