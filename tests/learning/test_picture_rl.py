@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.pictures import make_picture, make_tiny_idefics
+from tests.support.model_table import WITH_PICTURES, check_cell
+from tests.support.pictures import MAKERS, make_picture
 from trueline.cli import main
 from trueline.report.page import write_report
 from trueline.report.runs import find_runs
@@ -31,8 +32,11 @@ PRESETS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "r
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures")
-    make_tiny_idefics(folder / "model")
+    return make_home(tmp_path_factory.mktemp("pictures"), "idefics3")
+
+
+def make_home(folder: Path, family: str) -> Path:
+    MAKERS[family](folder / "model")
     (folder / "reward.py").write_text(REWARD)
     rows = []
     for number in range(ROWS):
@@ -62,6 +66,16 @@ def test_every_preset_trains_on_what_the_engine_saw(preset: str, home: Path) -> 
     assert first["mismatch/logprob_gap_max"] < 1e-4 and last["mismatch/logprob_gap_max"] < 1e-4
     assert abs(first["policy/sequence_kl"]) < 1e-4
     assert not math.isclose(first["reward/mean"], round(first["reward/mean"]))  # the reward has looked, too
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("family", ["idefics3", "llava"])
+def test_a_family_is_sampled_and_trained(family: str, tmp_path: Path) -> None:
+    keys = [*TRAINED, "algorithm.group_size=8", "rollout.max_new_tokens=16"]
+    assert start(make_home(tmp_path, family), "grpo", *keys, name="run") == 0
+    gaps = [row["mismatch/logprob_gap_max"] for row in metrics(tmp_path, "run")[-2:]]
+    assert max(gaps) < 1e-4 and metrics(tmp_path, "run")[-2]["grad_norm"] > 0
+    check_cell(WITH_PICTURES[family], "GRPO step", "exact")
 
 
 def test_steps_are_streamed_and_sampled_ahead_with_pictures(home: Path) -> None:
