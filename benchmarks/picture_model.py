@@ -31,6 +31,7 @@ TEXTS = {  # the language model
 WIDTHS = {"tiny": 64, "small": 320, "3B": 1280}  # of a tower
 DEPTHS = {"tiny": 2, "small": 4, "3B": 32}
 SECTIONS = {"tiny": [4, 6, 6], "small": [8, 12, 12], "3B": [16, 24, 24]}  # of positions in three dimensions
+SIGHT = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.")
 FAMILIES = ("qwen2_5_vl", "qwen3_vl", "gemma3", "llava")
 
 
@@ -46,8 +47,8 @@ def make_picture_model(folder: Path, family: str, shape: str, seed: int = 0) -> 
     with torch.device("cuda" if gpu else "cpu"):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16 if gpu else torch.float32)
     for name, parameter in model.named_parameters():
-        if "mm_input_projection" in name:  # a new Gemma is blind: its projector is zero
-            torch.nn.init.normal_(parameter, std=0.05)
+        if name.startswith(SIGHT) and parameter.dim() > 1:  # new towers see little, and Gemma's projector is zero
+            torch.nn.init.normal_(parameter, std=0.06)
     model.save_pretrained(folder, max_shard_size="100GB")
     del model
     rename_tower(folder / "model.safetensors")
@@ -123,7 +124,7 @@ def qwen(family: str, shape: str, tokenizer: PreTrainedTokenizerFast) -> Any:
 def gemma(family: str, shape: str, tokenizer: PreTrainedTokenizerFast) -> Any:
     head = TEXTS[shape]["hidden_size"] // TEXTS[shape]["num_attention_heads"]
     layers = ["sliding_attention", "full_attention"] * (TEXTS[shape]["num_hidden_layers"] // 2)
-    more = {"head_dim": head, "query_pre_attn_scalar": head, "sliding_window": 64, "layer_types": layers}
+    more = {"head_dim": head, "query_pre_attn_scalar": head, "sliding_window": 1024, "layer_types": layers}
     tower = {"hidden_size": WIDTHS[shape], "intermediate_size": 2 * WIDTHS[shape], "vision_use_head": False}
     tower |= {"num_hidden_layers": DEPTHS[shape], "num_attention_heads": 4, "image_size": 896, "patch_size": 14}
     named = {"boi_token_index": "boi_token", "eoi_token_index": "eoi_token", "image_token_index": "image_token"}
