@@ -22,7 +22,7 @@ MOST_PIXELS = 100_000_000  # of a file; larger ones are not even decoded
 TOKEN_BYTES = 4
 MOST_WRITTEN = 64  # pictures as text that are kept
 TWO_IN_ONE = "MPO"  # photos of some phones: a JPEG file with a second one behind it
-TRAINED_BY = "sft, dpo with its family, kto, and verbs that sample"
+TRAINED_BY = "sft, dpo with its family, kto, rm, prm, and verbs that sample"
 PLACEHOLDER: dict[str, Any] = {"type": "image"}  # in place of a picture, as chat templates read it
 
 
@@ -94,6 +94,26 @@ class Setting(NamedTuple):
 def data_url(picture: Picture) -> str:
     """Return a picture as text; the completions of a group ask for the same ones."""
     return f"data:image/{picture.kind()};base64,{base64.b64encode(picture.data).decode()}"
+
+
+def pictures_of(urls: Any) -> tuple[Picture, ...]:
+    """Return the pictures of a reward's call, which may come from the network."""
+    if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
+        raise ConfigError(f"images is a list of data URLs, got {urls!r:.80}")
+    return tuple(map(picture_of, urls))
+
+
+@lru_cache(MOST_WRITTEN)
+def picture_of(url: str) -> Picture:
+    """Return what `data_url` wrote."""
+    setting = Setting("a picture of the call", Path(), MOST_PIXELS)
+    try:
+        data = base64.b64decode(url.partition(",")[2])
+    except ValueError as error:
+        raise ConfigError(
+            f"{setting.where}: {url!r:.80} is no data URL ({error}): write its content in base64"
+        ) from None
+    return make_picture(data, "its content", setting)
 
 
 def blank_picture() -> Picture:
