@@ -16,7 +16,7 @@ from transformers import AutoModel
 
 from tests.contract.test_pictures import MAKERS, ROWS, TOLERANCE, UNPACKED, picture, samples_of
 from tests.support.pictures import make_picture, make_tiny_idefics
-from tests.support.ranks import started
+from tests.support.ranks import run_ranks, started
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.data import DataConfig
 from trueline.config.model import ModelConfig, TrainingConfig
@@ -70,8 +70,8 @@ def step_samples(path: str) -> list[Sample]:
     return samples
 
 
-def make_case(path: str, head: str, packing: bool, **keys: Any) -> Case:
-    model = ModelConfig.parse({"path": path, "dtype": "float32", "train_vision": "all", **keys})
+def make_case(path: str, head: str, packing: bool) -> Case:
+    model = ModelConfig(path=path, dtype="float32", train_vision="all")
     training = TrainingConfig(engine="torch", learning_rate=1e-12, packing=packing)
     worker = started(Worker(WorkerSpec(model, training, 0, 1, 100, 0, head=head)))
     return Case(worker, step_samples(path) if head == "steps" else samples_of(path, "preference", {}), path)
@@ -130,6 +130,47 @@ def test_loss_and_gradient_are_those_of_a_bare_backbone(
     for name, one in plain.items():
         distance = (gradients[name] - one).norm() / max(one.norm(), 1e-3 * whole)
         assert distance < (5e-5 if family in UNPACKED else TOLERANCE), f"{name}: {distance:.2e}"
+
+
+def reward_losses(rank: int, world: int, paths: list[str]) -> list[tuple[float, Any]]:
+    """Return the loss of this rank's passes for each model, and its head; one pass of a rank has no picture."""
+    found = []
+    for path in paths:
+        model = ModelConfig(path=path, dtype="float32", train_vision="all")
+        training = TrainingConfig(engine="deepspeed", zero_stage=3, learning_rate=1e-12)
+        worker = started(Worker(WorkerSpec(model, training, rank, world, 100, 0, head="reward")))
+        samples = samples_of(path, "preference", {})
+        plan = plan_micro_batches([one.length() for one in samples], world, Budget(10_000, 2, True), 2)
+        report = worker.accumulate(pack_samples(samples), plan[rank], "reward_model", SETTINGS["reward"])
+        found.append((report.sums["loss"], dict(worker.engine.weights())["score.weight"].numpy().copy()))
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_share_a_scoring_model(models: Callable[[str], str], tmp_path: Path) -> None:
+    paths = [models(family) for family in ("idefics3", "qwen2_5_vl")]
+    ranks = run_ranks(reward_losses, 2, tmp_path, paths)
+    for path, (one, weight), (other, same) in zip(paths, *ranks, strict=True):
+        assert (weight == same).all()
+        case, head = make_case(path, "reward", True), torch.nn.Linear(32, 1, bias=False)
+        head.load_state_dict({"weight": torch.from_numpy(weight)})
+        assert one + other == pytest.approx(
+            bare_loss(case, AutoModel.from_pretrained(path), head).item(), abs=TOLERANCE
+        )
+
+
+def test_balanced_experts_ignore_the_blank_picture(models: Callable[[str], str]) -> None:
+    """A pass without pictures has as many routed tokens as its sequences."""
+    model = ModelConfig(path=models("qwen3_vl_moe"), dtype="float32")
+    training = TrainingConfig(engine="torch", learning_rate=1e-12, router_aux_loss_coef=0.1)
+    for head in ("language", "reward"):
+        worker = started(Worker(WorkerSpec(model, training, 0, 1, 100, 0, head=head)))
+        samples = samples_of(model.path, "preference", {})[2:4]
+        for sample in samples:
+            sample.mask = torch.ones_like(sample.mask)
+        counts = worker.count_experts(pack_samples(samples), [[0, 1]])
+        layers, chosen = 2, 2
+        assert sum(counts) == layers * chosen * sum(sample.length() for sample in samples)
 
 
 @pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl"])

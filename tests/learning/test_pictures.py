@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from tests.support.pictures import make_picture, make_tiny_idefics, make_tiny_qwen
 from trueline.cli import main
 from trueline.config.model import ModelConfig
+from trueline.models.lora import ADAPTER
 from trueline.models.vision import VISION_FAMILIES, load_processor
 from trueline.rewards.model import reward_model_head
 from trueline.training.export import export
@@ -41,10 +42,13 @@ def train(folder: Path, verb: str, *words: str, make: Callable[[Path], Path] = m
             make_picture(number % 2, 40 + number).save(folder / f"{number}.png")
     data = folder / f"{verb}.jsonl"
     data.write_text("".join(json.dumps(row(number, verb, f"{number}.png")) + "\n" for number in range(ROWS)))
+    return main([verb, "--model", f"{folder}/model", "--name", verb, *common(folder, verb), *words])
+
+
+def common(folder: Path, verb: str) -> list[str]:
     keys = ["samples_per_step=8", "training.learning_rate=3e-3", "checkpoint.every=0", "evaluation.every=0"]
     keys += ["runtime=local", f"folder={folder}", f"steps={STEPS}", "monitoring.tensorboard=false"]
-    named = ["--model", f"{folder}/model", "--data", str(data), "--eval-data", str(data), "--name", verb]
-    return main([verb, *named, *keys, *words])
+    return ["--data", f"{folder}/{verb}.jsonl", "--eval-data", f"{folder}/{verb}.jsonl", *keys]
 
 
 def losses(folder: Path, verb: str) -> tuple[float, float]:
@@ -133,6 +137,20 @@ def test_adapters_on_all_are_merged(make: Callable[[Path], Path], tmp_path: Path
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     with adapted.disable_adapter():
         assert (next_logprobs(adapted, saved) - expected).abs().max() > 1e-3
+
+
+def test_adapters_of_a_reward_model_are_merged_with_its_head(tmp_path: Path) -> None:
+    """Without `model.train_vision`, tower and projector have no adapters here either."""
+    assert train(tmp_path, "rm", "model.lora.rank=8", "training.learning_rate=2e-2") == 0
+    first, last = losses(tmp_path, "rm")
+    assert last < 0.5 * first
+    saved = tmp_path / "rm" / "checkpoints" / f"step_{STEPS:06d}" / "model"
+    assert not any("vision_model" in name or "connector" in name for name in load_file(saved / ADAPTER))
+    merged = export(tmp_path / "rm", tmp_path / "merged", merge=True)
+    assert reward_model_head(str(merged)) == "reward"
+    again = ["model.lora.rank=0", "steps=1", "training.learning_rate=1e-9"]
+    assert main(["rm", "--model", str(merged), *common(tmp_path, "rm"), *again, "--name", "again"]) == 0
+    assert losses(tmp_path, "again")[0] == pytest.approx(last, abs=1e-4)
 
 
 def family_in(folder: Path) -> str:

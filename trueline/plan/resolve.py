@@ -248,8 +248,7 @@ def adapter_obstacle(config: RLConfig, gpus: int) -> str:
     reasons = {
         f"rollout.engine={engine} has no room for rank {lora.rank} (up to {largest})": lora.rank > largest,
         "model.lora.quantize=true has the trainer compute with 4-bit weights, which engines do not hold": lora.quantize,
-        "model.train_vision=all adapts the vision tower, in which engines hold none": config.model.train_vision
-        == "all",
+        "model.train_vision=all adapts the tower, where engines hold none": config.model.train_vision == "all",
         "model.dtype=bfloat16 rounds the base weights, and rollout.dtype=float32 does not": half and full,
         f"rollout.engine={engine} multiplies adapters on GPUs in bfloat16, and rollout.dtype=float32": full and gpus,
     }

@@ -113,9 +113,14 @@ class ModelReward(BatchedReward):
         return sample
 
     def _pictures(self, call: Call) -> tuple[Picture, ...]:
-        """Return the pictures that the messages show to a model that reads them."""
-        shows = self.chat.vision is not None and any(True for _ in image_parts(call["messages"]))
-        return pictures_of(call.get(IMAGES)) if shows else ()
+        """Return the pictures that the messages show, or refuse those that are missing or not read."""
+        if not (shown := sum(1 for _ in image_parts(call["messages"]))):
+            return ()
+        pictures = pictures_of(call.get(IMAGES))
+        if self.chat.vision is None or len(pictures) != shown:
+            reads = "no pictures" if self.chat.vision is None else f"{len(pictures)}, as many as are in images"
+            raise ConfigError(f"the messages show {shown} pictures, but it reads {reads}: give it what it reads")
+        return pictures
 
     def _encode_reply(
         self, reply: str, messages: list[Message], tools: list[Tool], pictures: tuple[Picture, ...]
