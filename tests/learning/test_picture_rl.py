@@ -9,11 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModel
 
 from tests.support.model_table import WITH_PICTURES, check_cell
 from tests.support.pictures import MAKERS, make_picture
 from trueline.cli import main
+from trueline.config.model import ModelConfig
+from trueline.models.vision import load_processor
 from trueline.report.page import write_report
 from trueline.report.runs import find_runs
 
@@ -28,6 +33,7 @@ KEYS = ["runtime=local", "rollout.engine=hf", "rollout.max_new_tokens=4", "monit
 TRAINED = ["steps=2", "prompts_per_step=4", "algorithm.group_size=4", "training.learning_rate=1e-3"]
 ROUND = ["rounds=1", "prompts_per_round=8", "samples=4", "training.samples_per_step=2", "training.epochs=1"]
 PRESETS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "reinforce++_baseline", "remax"]
+PRESETS += ["ppo", "vapo"]
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,8 @@ def make_home(folder: Path, family: str) -> Path:
 
 def start(home: Path, verb: str, *words: str, name: str = "") -> int:
     data = ["--eval-data" if verb == "eval" else "--data", f"{home}/rows.jsonl"]
-    named = ["--model", f"{home}/model", *data, "--reward", f"{home}/reward.py:right", "--name", name or verb]
+    reward = [] if "--reward" in words else ["--reward", f"{home}/reward.py:right"]
+    named = ["--model", f"{home}/model", *data, *reward, "--name", name or verb]
     return main([verb, *named, f"folder={home}", *KEYS, *words])
 
 
@@ -60,8 +67,8 @@ def metrics(home: Path, name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_trains_on_what_the_engine_saw(preset: str, home: Path) -> None:
     """Trainer and reference have the engine's log-probs only if both get the picture of every sampled sequence."""
-    kept = ["algorithm.dynamic_sampling.enabled=false"] if preset == "dapo" else []
-    assert start(home, preset, *TRAINED, "algorithm.kl.coefficient=0.01", *kept) == 0
+    own = {"dapo": ["algorithm.dynamic_sampling.enabled=false"], "vapo": ["algorithm.critic_warmup_steps=0"]}
+    assert start(home, preset, *TRAINED, "algorithm.kl.coefficient=0.01", *own.get(preset, [])) == 0
     first, last = metrics(home, preset)[-2:]
     assert first["mismatch/logprob_gap_max"] < 1e-4 and last["mismatch/logprob_gap_max"] < 1e-4
     assert abs(first["policy/sequence_kl"]) < 1e-4
@@ -142,6 +149,67 @@ def test_eval_and_rounds_read_pictures(home: Path) -> None:
         assert start(home, verb, *ROUND) == 0
 
 
-def test_a_critic_is_refused_by_name(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert start(home, "ppo", *TRAINED) == 2
-    assert "critic: " in (said := capsys.readouterr().err) and "vision-language model" in said
+@pytest.fixture(scope="module")
+def judge(home: Path) -> Path:
+    """A run of rm: the better reply to a picture is the one that its row names."""
+    rows = [json.loads(line) for line in (home / "rows.jsonl").read_text().splitlines()]
+    pairs = [{**row, "chosen": row["label"], "rejected": "ba"["ab".index(row["label"])]} for row in rows]
+    (home / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    keys = ["runtime=local", f"folder={home}", "steps=12", "samples_per_step=8", "training.learning_rate=3e-3"]
+    keys += ["--eval-data", f"{home}/pairs.jsonl", "--name", "rm"]
+    assert main(["rm", "--model", f"{home}/model", "--data", f"{home}/pairs.jsonl", *keys]) == 0
+    assert metrics(home, "rm")[-1]["evaluation/reward_model/accuracy"] == 1.0  # of rows in which only the picture tells
+    return home / "rm"
+
+
+def test_a_reward_model_sees_the_pictures_of_a_completion(home: Path, judge: Path) -> None:
+    words = ["samples=4", "--reward", str(judge)]
+    assert start(home, "generate", *words, name="judged") == 0
+    folder = judge / "checkpoints" / "step_000012" / "model"
+    backbone = AutoModel.from_pretrained(folder)
+    weight = load_file(folder / "model.safetensors")["score.weight"]
+    processor = load_processor(ModelConfig(path=str(folder)), "idefics3")
+    rows = [json.loads(line) for line in (home / "judged" / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == ROWS
+    for row in rows:
+        image = Image.open(home / "judged" / row["images"][0])
+        asked = processor.apply_chat_template(row["prompt"], add_generation_prompt=True)
+        for one in row["completions"]:
+            batch = processor(text=[f"{asked}{one['reply']}</s>"], images=[[image]], return_tensors="pt")
+            with torch.no_grad():
+                expected = weight @ backbone(**batch).last_hidden_state[0, -1]
+            assert one["reward"] == pytest.approx(expected.item(), abs=1e-4)
+
+
+def test_reward_models_and_critics_of_pictures_train_a_policy(home: Path, judge: Path) -> None:
+    """The critic of the second run begins as the reward model, that of the third as named, and trains its tower."""
+    runs = {"judged_grpo": ["grpo"], "judged_ppo": ["ppo"]}
+    for name, words in runs.items():
+        assert start(home, *words, *TRAINED, "--reward", str(judge), name=name) == 0
+        assert metrics(home, name)[-1]["mismatch/logprob_gap_max"] < 1e-4
+    keys = [f"critic.path={judge}", "critic.train_vision=all", "critic.learning_rate=1e-3"]
+    assert start(home, "ppo", *TRAINED, *keys, name="seeing") == 0
+    before = load_file(judge / "checkpoints" / "step_000012" / "model" / "model.safetensors")
+    after = load_file(home / "seeing" / "checkpoints" / "step_000002" / "critic" / "model" / "model.safetensors")
+    changed = {name.split(".")[1] for name, one in after.items() if not torch.equal(one, before[name])}
+    assert before.keys() == after.keys() and changed == {"text_model", "vision_model", "connector", "weight"}
+    policy = load_file(home / "seeing" / "checkpoints" / "step_000002" / "model" / "model.safetensors")
+    start_of = load_file(home / "model" / "model.safetensors")
+    assert all(torch.equal(one, start_of[name]) for name, one in policy.items() if "vision_model" in name)
+
+
+def test_adapters_on_the_tower_reach_the_engine(home: Path) -> None:
+    """The engine holds merged weights, and a policy without its adapters is the reference."""
+    keys = [
+        "model.lora.rank=4",
+        "model.train_vision=all",
+        "training.learning_rate=1e-2",
+        "algorithm.kl.coefficient=0.01",
+    ]
+    assert start(home, "grpo", *TRAINED[:-1], *keys, name="adapted") == 0
+    first, last = metrics(home, "adapted")[-2:]
+    assert first["mismatch/logprob_gap_max"] < 1e-4 and last["mismatch/logprob_gap_max"] < 1e-4
+    assert abs(first["policy/sequence_kl"]) < 1e-4 < abs(last["policy/sequence_kl"])
+    saved = load_file(home / "adapted" / "checkpoints" / "step_000002" / "model" / "adapter_model.safetensors")
+    learned = {name.split(".")[3] for name, one in saved.items() if "lora_B" in name and one.any()}
+    assert learned == {"text_model", "vision_model", "connector"}

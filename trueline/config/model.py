@@ -20,6 +20,7 @@ def full_dtype(name: Any) -> Any:
 
 
 Dtype = Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(full_dtype)]
+Vision = Literal["none", "projector", "all"]  # what is trained besides the language model
 LARGEST_PASS = 16384  # tokens; larger passes are no faster
 WORTHWHILE = 0.1  # of a step's tokens: what sharing prefixes has to save
 
@@ -77,7 +78,7 @@ class ModelConfig(Config):
     """Ranks that share each layer's matrices (DeepSpeed AutoTP)."""
     context_parallel: int = Field(1, ge=1)
     """Ranks that share each sequence (ring attention), for contexts too long for one device."""
-    train_vision: Literal["none", "projector", "all"] = "none"
+    train_vision: Vision = "none"
     """Of a vision-language model, train besides the language model: none, the projector, or all, the tower too."""
     lora: LoraConfig = LoraConfig()
 
@@ -217,9 +218,10 @@ class RoleConfig(Config):
     """Ranks that share each sequence. null: as model.context_parallel."""
 
     def model_like(self, policy: ModelConfig, path: str) -> ModelConfig:
-        """Return the policy's settings for another model: with this role's parallelism, without adapters."""
-        own = self.model_dump(include={"tensor_parallel", "context_parallel"}, exclude_none=True)
-        return policy.with_keys({"path": path, "lora": {"rank": 0, "quantize": False}, **own})
+        """Return the policy's settings for another model: with this role's own keys, without adapters."""
+        own = self.model_dump(include={"tensor_parallel", "context_parallel", "train_vision"}, exclude_none=True)
+        none = {"lora": {"rank": 0, "quantize": False}, "train_vision": "none"}
+        return policy.with_keys({"path": path, **none, **own})
 
 
 class FrozenConfig(RoleConfig, RanksConfig):
@@ -239,6 +241,8 @@ class CriticConfig(RoleConfig, TrainingConfig):
 
     path: str | None = None
     """Model the critic starts from. null: a local reward model if there is one, else the policy's model."""
+    train_vision: Vision = "none"
+    """Of a vision-language critic, train besides the language model: as model.train_vision."""
 
 
 Role = FrozenConfig | CriticConfig

@@ -10,7 +10,7 @@ from trueline.config.base import ConfigError
 from trueline.data.chat import ChatFormat, Encoded, Learn
 from trueline.data.formats import Conversation, Document, Pair, Rated, StepRated
 from trueline.data.messages import Message, Tool
-from trueline.data.pictures import Picture
+from trueline.data.pictures import Picture, count_placeholders
 from trueline.data.rows import naming
 from trueline.data.types import Sample
 
@@ -173,7 +173,8 @@ def encode_completion(
 def encode_labelled(record: StepRated, chat: ChatFormat, separator: str) -> tuple[Encoded, list[float]]:
     with naming(record.place):
         chat.check_tools(record.prompt, record.tools)
-        tokens = chat.prompt_tokens(record.prompt, record.tools)
+        count_placeholders(chat.vision, separator.join(record.steps), [])
+        tokens = [*chat.begin(record.prompt, record.tools, record.pictures).tokens]
     mask, labels = [False] * len(tokens), [0.0] * len(tokens)
     end = chat.text_tokens(separator)  # encoded separately, so that it is the same token after every step
     for step, label in zip(record.steps, record.labels, strict=True):
@@ -181,7 +182,7 @@ def encode_labelled(record: StepRated, chat: ChatFormat, separator: str) -> tupl
         tokens += added
         mask += [False] * (len(added) - 1) + [True]
         labels += [0.0] * (len(added) - 1) + [label]
-    return Encoded(tokens, mask), labels
+    return Encoded(tokens, mask, record.pictures), labels
 
 
 def mismatched_rows(records: list[Rated], block: int) -> list[int]:

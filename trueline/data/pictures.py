@@ -25,7 +25,7 @@ TOKEN_BYTES = 4
 MOST_WRITTEN = 64  # pictures whose text or thumbnail is kept
 THUMBNAIL = 256  # pixels of its longer side
 TWO_IN_ONE = "MPO"  # photos of some phones: a JPEG file with a second one behind it
-TRAINED_BY = "sft, dpo with its family, kto, and verbs that sample"
+TRAINED_BY = "sft, dpo with its family, kto, rm, prm, and verbs that sample"
 PLACEHOLDER: dict[str, Any] = {"type": "image"}  # in place of a picture, as chat templates read it
 
 
@@ -115,6 +115,26 @@ def thumbnail(picture: Picture) -> Picture:
 def picture_file(picture: Picture) -> str:
     """Return where a picture is kept, from the folder of the run; the same content has the same name."""
     return f"{PICTURES}/{sha256(picture.data).hexdigest()}.{picture.kind()}"
+
+
+def pictures_of(urls: Any) -> tuple[Picture, ...]:
+    """Return the pictures of a reward's call, which may come from the network."""
+    if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
+        raise ConfigError(f"images is a list of data URLs, got {urls!r:.80}")
+    return tuple(map(picture_of, urls))
+
+
+@lru_cache(MOST_WRITTEN)
+def picture_of(url: str) -> Picture:
+    """Return what `data_url` wrote."""
+    setting = Setting("a picture of the call", Path(), MOST_PIXELS)
+    try:
+        data = base64.b64decode(url.partition(",")[2])
+    except ValueError as error:
+        raise ConfigError(
+            f"{setting.where}: {url!r:.80} is no data URL ({error}): write its content in base64"
+        ) from None
+    return make_picture(data, "its content", setting)
 
 
 def blank_picture() -> Picture:

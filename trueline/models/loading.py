@@ -122,7 +122,7 @@ def check_model(
         try_hub()
     settings = load_settings(config)
     check_kind(named, settings, head)
-    vision.check_vision(named, config, settings["family"], head)
+    vision.check_vision(named, config, settings["family"])
     if not quantized and (found := settings.get("quantization_config")):  # no gradients, and no exact copy in engines
         method = dict(found).get("quant_method", "some way")
         raise ConfigError(
@@ -323,8 +323,11 @@ def auto_class(settings: Any, head: str) -> Any:
     """Return the class of Transformers that loads a model with this head."""
     import transformers  # noqa: PLC0415
 
-    reads_pictures = head == "language" and settings.model_type in vision.VISION_FAMILIES
-    return getattr(transformers, vision.CLASS if reads_pictures else CLASSES[head])
+    reads_pictures = settings.model_type in vision.VISION_FAMILIES
+    kind = getattr(transformers, vision.CLASS if reads_pictures and head == "language" else CLASSES[head])
+    if reads_pictures and head != "language":
+        vision.register_scorer(kind, settings)
+    return kind
 
 
 def turn_off_dropout(settings: Any) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trueline.config.base import ConfigError
 from trueline.config.model import LoraConfig, ModelConfig
 from trueline.models.loading import HEADS, auto_class, scoring_head, shape_of
-from trueline.models.vision import vision_layers
+from trueline.models.vision import frozen_layers
 
 A, B, BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer."
 PEFT_PREFIX, ADAPTER = "base_model.model.", "adapter_model.safetensors"
@@ -30,7 +30,7 @@ def add_lora(model: Any, config: LoraConfig, head: str, path: str) -> Any:
     """Add adapters, freeze all weights but these and a new scoring head, and return peft's configuration."""
     import peft  # noqa: PLC0415  (it imports every quantisation library that is installed)
 
-    targets = config.peft_targets()
+    targets, without = config.peft_targets(), [*(HEADS if head != "language" else ()), *frozen_layers(model)]
     if targets == "all-linear" and has_fused_experts(model):  # peft 0.21 would take some layers for parts of them
         targets = [name for name in linear_layers(model) if name.rpartition(".")[2] not in EXPERT_LAYERS]
     described = peft.LoraConfig(
@@ -40,7 +40,7 @@ def add_lora(model: Any, config: LoraConfig, head: str, path: str) -> Any:
         target_modules=targets,
         task_type=TASKS[head],
         base_model_name_or_path=path,
-        exclude_modules=vision_layers(model.config.model_type) if head == "language" else ["score", "classifier"],
+        exclude_modules="|".join(without) or None,
     )
     try:
         peft.inject_adapter_in_model(described, model)

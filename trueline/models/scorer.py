@@ -88,10 +88,12 @@ class Scorer(nn.Module):
             return {"logprobs": plain_logprobs(self.model, tokens)}
         options = {"output_router_logits": True} if self.top_k else {}
         states = self.run(self.model, arrangement, inputs, **seen, **options)
-        hidden, routed = arrangement.hidden_rows(states.last_hidden_state), self.router_outputs(states, arrangement)
+        hidden = arrangement.hidden_rows(states.last_hidden_state)
+        routed = {name: values[:count] for name, values in self.router_outputs(states, arrangement).items()}
         if not self.has_language_head:
             scores = arrangement.spread(scoring_head(self.model)[1](hidden).float())
-            return routed | ({"values": shift(scores[:, 0], lengths)} if self.values else {"scores": scores})
+            values = shift(scores[:, 0], lengths)
+            return routed | ({"values": values[:count]} if self.values else {"scores": scores[:count]})
         # On the host, which need not wait for the device.
         predicts = arrangement.local(predicting(mask, lengths))
         wanted = to_device(predicts.nonzero()[:, 0], tokens.device)

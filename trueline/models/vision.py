@@ -129,7 +129,7 @@ def blindness(family: str) -> str:
     return "" if family in VISION_FAMILIES else f"is of the family {family}, which has {known}"
 
 
-def check_vision(named: str, config: ModelConfig, family: str, head: str) -> None:
+def check_vision(named: str, config: ModelConfig, family: str) -> None:
     """Refuse what cannot be trained of a model with a vision tower, or asks for one that is not there."""
     if config.train_vision != "none" and family not in VISION_FAMILIES:
         raise ConfigError(
@@ -138,14 +138,13 @@ def check_vision(named: str, config: ModelConfig, family: str, head: str) -> Non
         )
     if family not in VISION_FAMILIES:
         return
-    if head != "language":
-        raise ConfigError(f"{named} is a vision-language model, which has no scoring head: name a language model")
     refused = {
         f"model.tensor_parallel={config.tensor_parallel}": config.tensor_parallel > 1,
         f"model.context_parallel={config.context_parallel}": config.context_parallel > 1,
         "model.lora.quantize=true": config.lora.quantize,
-        f"model.train_vision={config.train_vision} with model.lora.rank={config.lora.rank}": bool(config.lora.rank)
-        and config.train_vision != "none",
+        f"model.train_vision=projector with model.lora.rank={config.lora.rank} (adapters are on none or all of it)": (
+            config.lora.rank > 0 and config.train_vision == "projector"
+        ),
     }
     for key in (key for key, holds in refused.items() if holds):
         raise ConfigError(f"{key} does not work with a vision-language model ({named}): leave it out", key=key)
@@ -167,11 +166,29 @@ def freeze(model: Any, trained: str) -> None:
             parameter.requires_grad_(False)
 
 
-def vision_layers(kind: str) -> str | None:
-    """Return a pattern of all layers of a family's tower and projector."""
-    if (family := VISION_FAMILIES.get(kind)) is None:
-        return None
-    return rf"({'|'.join(map(re.escape, (family.tower, *family.projector)))}).*"
+def frozen_layers(model: Any) -> list[str]:
+    """Return patterns of all layers of tower and projector, if these are frozen."""
+    family = VISION_FAMILIES.get(model.config.model_type)
+    if family is None or all(one.requires_grad for name, one in model.named_parameters() if family.part(name)):
+        return []
+    return [re.escape(prefix) + ".*" for prefix in (family.tower, *family.projector)]
+
+
+def register_scorer(kind: Any, settings: Any) -> None:
+    """Let a class of Transformers load scoring models of a vision-language family, for most of which it has none.
+
+    They are made as its own are, so a name in config.json tells their head, and files have the names of the family.
+    """
+    from transformers import conversion_mapping, modeling_layers  # noqa: PLC0415
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING  # noqa: PLC0415
+
+    speaking: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(settings)]
+    ending = kind.__name__.removeprefix("AutoModel")
+    name = speaking.__name__.replace("ForConditionalGeneration", ending)
+    parents = vars(modeling_layers)[f"Generic{ending}"], speaking.__bases__[0]
+    kind.register(type(settings), type(name, parents, {"__module__": speaking.__module__}), exist_ok=True)
+    if (renamed := conversion_mapping.get_checkpoint_conversion_mapping(speaking.__name__)) is not None:
+        conversion_mapping.register_checkpoint_conversion_mapping(name, renamed, overwrite=True)
 
 
 class Vision(PictureTokens):

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from trueline.config.base import ConfigError
-from trueline.models.loading import shape_of
+from trueline.models.loading import CLASSES, auto_class, shape_of
+from trueline.models.vision import VISION_FAMILIES
 
 Named = Iterator[tuple[str, Tensor]]
 Group = tuple[str, ...]  # a model's own names of tensors that are converted together
@@ -120,8 +121,13 @@ def described_model(folder: Path) -> Any | None:
     """Return the model of a folder's config.json without weights; None if it is not a class of Transformers."""
     import transformers  # noqa: PLC0415
 
-    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
-    if architecture not in dir(transformers):
+    described = json.loads((folder / "config.json").read_text())
+    architecture, is_known = described["architectures"][0], described["architectures"][0] in dir(transformers)
+    if not is_known and described["model_type"] not in VISION_FAMILIES:
         return None
+    settings = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        return getattr(transformers, architecture)(transformers.AutoConfig.from_pretrained(folder))
+        if is_known:
+            return getattr(transformers, architecture)(settings)
+        head = next(head for head, name in CLASSES.items() if architecture.endswith(name.removeprefix("AutoModel")))
+        return auto_class(settings, head).from_config(settings)

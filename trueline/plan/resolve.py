@@ -243,17 +243,16 @@ def adapter_sync(config: RLConfig, facts: ModelFacts, gpus: int) -> str:
 
 def adapter_obstacle(config: RLConfig, gpus: int) -> str:
     """Say why engines cannot hold adapters with the trainer's base weights; empty: they can."""
-    lora, engine = config.model.lora, config.rollout.engine
-    largest, dtypes = max(ROLLOUT_ENGINES[engine].adapter_ranks, default=0), (config.model.dtype, config.rollout.dtype)
-    if lora.rank > largest:
-        return f"rollout.engine={engine} has no room for rank {lora.rank} (up to {largest})"
-    if lora.quantize:
-        return "model.lora.quantize=true has the trainer compute with 4-bit weights, which engines do not hold"
-    if dtypes == ("bfloat16", "float32"):
-        return "model.dtype=bfloat16 rounds the base weights, and rollout.dtype=float32 does not"
-    if gpus and config.rollout.dtype == "float32":
-        return f"rollout.engine={engine} multiplies adapters on GPUs in bfloat16, and rollout.dtype=float32"
-    return ""
+    lora, engine, half = config.model.lora, config.rollout.engine, config.model.dtype == "bfloat16"
+    largest, full = max(ROLLOUT_ENGINES[engine].adapter_ranks, default=0), config.rollout.dtype == "float32"
+    reasons = {
+        f"rollout.engine={engine} has no room for rank {lora.rank} (up to {largest})": lora.rank > largest,
+        "model.lora.quantize=true has the trainer compute with 4-bit weights, which engines do not hold": lora.quantize,
+        "model.train_vision=all adapts the tower, where engines hold none": config.model.train_vision == "all",
+        "model.dtype=bfloat16 rounds the base weights, and rollout.dtype=float32 does not": half and full,
+        f"rollout.engine={engine} multiplies adapters on GPUs in bfloat16, and rollout.dtype=float32": full and gpus,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def adapter_doubt(config: RLConfig, facts: ModelFacts) -> str:

@@ -17,8 +17,9 @@ from trueline.data.chat import ChatFormat, Encoded
 from trueline.data.encoding import encode_completion, encode_labelled, to_tensors
 from trueline.data.formats import StepRated
 from trueline.data.messages import Message, Tool
+from trueline.data.pictures import Picture, image_parts, pictures_of
 from trueline.data.types import Sample
-from trueline.rewards.base import BatchedReward, Call, RewardFailure, Score
+from trueline.rewards.base import IMAGES, BatchedReward, Call, RewardFailure, Score
 
 ScoreSamples = Callable[[list[Sample]], list[Tensor]]
 HEADS = {"ForSequenceClassification": ("reward", 1), "ForTokenClassification": ("steps", 2)}  # and how many labels
@@ -99,7 +100,7 @@ class ModelReward(BatchedReward):
         try:
             json.dumps([call["reply"], call["messages"], tools], ensure_ascii=False, default=str).encode()
             encode = self._encode_reply if self.head == "reward" else self._encode_steps
-            sample = encode(call["reply"], call["messages"], tools)
+            sample = encode(call["reply"], call["messages"], tools, self._pictures(call))
         except ConfigError as error:  # such as a chat template that refuses a conversation
             return RewardFailure(f"{self.part.function}: {error}")
         except UnicodeEncodeError as error:  # half a character, which no tokenizer takes
@@ -111,18 +112,32 @@ class ModelReward(BatchedReward):
             )
         return sample
 
-    def _encode_reply(self, reply: str, messages: list[Message], tools: list[Tool]) -> Sample:
+    def _pictures(self, call: Call) -> tuple[Picture, ...]:
+        """Return the pictures that the messages show, or refuse those that are missing or not read."""
+        if not (shown := sum(1 for _ in image_parts(call["messages"]))):
+            return ()
+        pictures = pictures_of(call.get(IMAGES))
+        if self.chat.vision is None or len(pictures) != shown:
+            reads = "no pictures" if self.chat.vision is None else f"{len(pictures)}, as many as are in images"
+            raise ConfigError(f"the messages show {shown} pictures, but it reads {reads}: give it what it reads")
+        return pictures
+
+    def _encode_reply(
+        self, reply: str, messages: list[Message], tools: list[Tool], pictures: tuple[Picture, ...]
+    ) -> Sample:
         """Encode a call as `rm` trains on it; an empty reply, which it never saw, is the end token alone."""
         if not reply.strip():
-            tokens = [*self.chat.prompt_tokens(messages, tools), *self.chat.completion_tokens("")]
-            return to_tensors(Encoded(tokens, [False] * len(tokens)))
+            tokens = [*self.chat.begin(messages, tools, pictures).tokens, *self.chat.completion_tokens("")]
+            return to_tensors(Encoded(tokens, [False] * len(tokens), pictures))
         turn = [{"role": "assistant", "content": reply}]
-        return to_tensors(encode_completion(self.chat, messages, turn, "the reply", tools))
+        return to_tensors(encode_completion(self.chat, messages, turn, "the reply", tools, pictures))
 
-    def _encode_steps(self, reply: str, messages: list[Message], tools: list[Tool]) -> Sample:
+    def _encode_steps(
+        self, reply: str, messages: list[Message], tools: list[Tool], pictures: tuple[Picture, ...]
+    ) -> Sample:
         """Encode a call as `prm` trains on it; a reply without text is one empty step."""
         steps = [step for step in reply.split(self.separator) if step.strip()] or [""]
-        record = StepRated(messages, steps, [0.0] * len(steps), "the reply", tools)
+        record = StepRated(messages, steps, [0.0] * len(steps), "the reply", tools, pictures)
         return to_tensors(encode_labelled(record, self.chat, self.separator)[0])
 
     def _score_of(self, sample: Sample, scores: Tensor) -> Score:

@@ -76,7 +76,8 @@ def check_call(call: Any) -> Call:
     if not isinstance(messages, list) or not messages:
         raise RewardFailure(f'"messages" is a list of {{"role": text, "content": text}}, got {messages!r:.200}')
     try:
-        parsed = [parse_message(message, f'"messages", message {number}') for number, message in enumerate(messages, 1)]
+        numbered = enumerate(messages, 1)
+        parsed = [parse_message(one, f'"messages", message {number}', pictures=True) for number, one in numbered]
         return {**call, "messages": parsed, "tools": read_tools(Located(call, "the call"))}
     except ConfigError as error:
         raise RewardFailure(str(error)) from None

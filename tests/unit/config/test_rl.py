@@ -118,6 +118,10 @@ def test_a_role_may_be_cut_otherwise_than_the_policy() -> None:
         [], ["model.context_parallel=2", "training.ranks=2", "critic.context_parallel=1", "critic.ranks=1"]
     )
     assert config.critic.model_like(config.model, "elsewhere").context_parallel == 1
+    seeing = config.model.with_keys({"train_vision": "all", "lora": {"rank": 2}})
+    assert {role.model_like(seeing, "").train_vision for role in (config.critic, config.reference)} == {"none"}
+    own = config.critic.with_keys({"train_vision": "projector"}).model_like(seeing, "")
+    assert (own.train_vision, own.lora.rank) == ("projector", 0)
     assert "critic.ranks" in refused("critic.tensor_parallel=2", "critic.ranks=3")
 
 

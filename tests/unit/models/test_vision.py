@@ -65,8 +65,8 @@ def samples(*seeds: int) -> list[Sample]:
 def test_other_families_are_refused_by_name(family: str, reason: str) -> None:
     why = vision.blindness(family)
     with pytest.raises(ConfigError, match=rf"^model.train_vision=all: it (is of the )?{reason}: leave it out"):
-        vision.check_vision("it", ModelConfig(train_vision="all"), family, "language")
-    vision.check_vision("it", ModelConfig(), family, "reward")
+        vision.check_vision("it", ModelConfig(train_vision="all"), family)
+    vision.check_vision("it", ModelConfig(), family)
     assert why and not any(map(vision.blindness, vision.VISION_FAMILIES))
 
 

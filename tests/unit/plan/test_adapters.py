@@ -45,6 +45,7 @@ def test_adapters_are_sent_alone_where_engines_can_hold_them() -> None:
         (["model.lora.quantize=true"], "model.lora.quantize=true has the trainer compute with 4-bit weights"),
         (["model.lora.targets=q_proj,lm_head"], "rollout.engine=vllm is not known to hold adapters on lm_head"),
         (["model.lora.sync=merged"], "model.lora.sync=merged"),
+        (["model.train_vision=all"], "model.train_vision=all adapts the tower, where engines hold none"),
     ],
 )
 def test_where_adapters_are_merged_the_plan_says_why_and_what_is_lost(words: list[str], why: str) -> None:
@@ -80,6 +81,7 @@ def test_layers_that_an_engine_is_not_known_to_hold_adapters_on_are_merged_unles
         (["model.lora.rank=8", "rollout.engine=hf"], r"rollout\.engine=hf has no room for rank 8 \(up to 0\)"),
         (["model.lora.rank=513"], r"rollout\.engine=vllm has no room for rank 513 \(up to 512\)"),
         (["model.lora.rank=8", "model.lora.quantize=true"], "model.lora.quantize=true has the trainer compute"),
+        (["model.lora.rank=8", "model.train_vision=all"], "adapts the tower"),
         (["model.lora.rank=8", "rollout.dtype=float32"], "rollout.dtype=float32 does not"),
         (["model.lora.rank=8", "model.dtype=float32"], "multiplies adapters on GPUs in bfloat16"),
     ],
