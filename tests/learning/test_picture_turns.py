@@ -120,6 +120,12 @@ def refused(client, images, messages):
     return len(client.chat.completions.create(model="policy", messages=messages).choices[0].message.content) / 100
 
 
+async def one_by_one(policy, messages):
+    first = {"role": "user", "content": messages[0]["content"][:1]}
+    said = {"role": "assistant", "content": await policy([first])}
+    return len(await policy([first, said, {"role": "user", "content": ["and", {"type": "image"}]}])) / 100
+
+
 async def play(policy, messages, label):
     first = await policy(messages)
     shown = {"role": "user", "content": [{"type": "image", "image": square(int(label))}]}
@@ -141,6 +147,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
         rows.append({"prompt": asked, "image": f"{number}.png", "label": str(number)})
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    both = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}]}]
+    (folder / "both.jsonl").write_text((json.dumps({"prompt": both, "images": ["1.png", "3.png"]}) + "\n") * 4)
     (folder / "texts.jsonl").write_text("".join(json.dumps({"prompt": "?", "label": "1"}) + "\n" for _ in range(4)))
     return folder
 
@@ -226,6 +234,12 @@ def test_a_function_shows_images_of_pil(home: Path, trained: Watched) -> None:
     assert start(home, "play", "--environment", f"{home}/code.py:play") == 0
     check(home, "play")
     assert trained.widths() == {(40 + number, 24 + 8 * number) for number in range(4)}
+
+
+def test_parts_without_a_picture_show_those_of_the_row_in_order(home: Path, trained: Watched) -> None:
+    assert start(home, "order", "--environment", f"{home}/code.py:one_by_one", data="both") == 0
+    check(home, "order")
+    assert trained.widths() == {(41, 43)}
 
 
 def test_bad_requests_are_refused_and_harm_nothing(home: Path) -> None:

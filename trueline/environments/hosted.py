@@ -24,7 +24,7 @@ from trueline.usercode.loading import Parameters, finite_number, load_function, 
 Values = dict[str, Any]  # what a row gives: prompt, messages, label and columns
 UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)
 STEP = (
-    "a text or an image to continue, a number to end with that reward, or a dict such as "
+    "a text to continue, a number to end with that reward, or a dict such as "
     '{"messages": "...", "reward": 0.0, "done": False, "metrics": {}}'
 )
 

@@ -23,24 +23,25 @@ def shows_pictures(content: Any) -> bool:
 
 def write_message(message: Message, where: str) -> Message:
     content = message.get("content")
-    return {**message, "content": write_parts(content, where)} if shows_pictures(content) else message
+    has_parts = isinstance(content, list) or shows_pictures(content)
+    return {**message, "content": write_parts(content, where)} if has_parts else message
 
 
 def write_parts(content: Any, where: str) -> list[Part]:
-    """Return content that shows pictures as parts of text and of data URLs."""
+    """Return content as parts of text and of data URLs."""
     parts = content if isinstance(content, list | tuple) else [content]
     return [write_part(part, f"{where}: part {number}") for number, part in enumerate(parts, 1)]
 
 
 def write_part(part: Any, where: str) -> Part:
-    from trueline.config.base import ConfigError  # noqa: PLC0415  (only code that shows pictures waits for these)
-    from trueline.data.pictures import Setting, data_url, read_picture  # noqa: PLC0415
-
     fields = part if isinstance(part, dict) else {"type": "text", "text": part}
     if not is_picture(part):
         if fields.get("type") == "image" or isinstance(fields.get("text"), str):  # the former shows one of the prompt
             return fields
         raise WrongResult(f"{where} is {part!r:.80}: return texts and images")
+    from trueline.config.base import ConfigError  # noqa: PLC0415  (only code that shows pictures waits for these)
+    from trueline.data.pictures import Setting, data_url, read_picture  # noqa: PLC0415
+
     try:
         picture = read_picture(fields.get("image", part), Setting(where, Path(), sys.maxsize))
     except ConfigError as error:
