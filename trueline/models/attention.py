@@ -17,9 +17,9 @@ from trueline.config.base import ConfigError
 from trueline.data.types import UNKNOWN_EXPERT, Repeat, to_device
 from trueline.models import ring_attention as rings
 from trueline.models.ring_attention import RingGroup, Spans, boundaries, takes_flash
-from trueline.models.vision import KINDS
 
 NAME = "trueline_packed"
+KINDS = "token_type_ids"  # by which a model finds the tokens of pictures
 REFUSED = {  # arguments of some architectures' attention functions
     "softcap": "soft-capped attention scores",
     "s_aux": "attention sinks",

@@ -19,7 +19,6 @@ from trueline.data.sources import first_line
 from trueline.data.types import to_device
 
 CLASS = "AutoModelForImageTextToText"
-KINDS = "token_type_ids"  # by which a model finds the tokens of pictures
 TEXT_FIELDS = {
     "input_ids",
     "attention_mask",
@@ -210,11 +209,6 @@ class Vision(PictureTokens):
         return {
             name: to_device(one.to(dtype) if one.is_floating_point() else one, device) for name, one in tensors.items()
         }
-
-    def kinds(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Tell a model which tokens, [B, T], are of pictures, if it asks."""
-        names = [KINDS] * self.family.two_way + [f"mm_{KINDS}"] * self.family.spatial
-        return {name: (tokens == self.token).int() for name in names}
 
     def places(
         self,

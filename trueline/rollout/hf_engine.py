@@ -94,7 +94,7 @@ class HFEngine(RolloutEngine):
         logprobs: list[list[float]] = [[] for _ in requests]
         reasons = [""] * rows
         inputs = torch.tensor([request.tokens for request in requests], device=self.device)
-        cache, experts, pixels = None, list[Tensor](), self._pixels(inputs, [request.pictures for request in requests])
+        cache, experts, pixels = None, list[Tensor](), self._pixels([request.pictures for request in requests])
         with torch.inference_mode():
             while not all(reasons):
                 if self.interrupting:
@@ -115,19 +115,17 @@ class HFEngine(RolloutEngine):
         parts = zip(tokens, logprobs, reasons, expert_rows(experts, requests, tokens), strict=True)
         return [Completion.of(row, scores, self.version, reason, experts=sent) for row, scores, reason, sent in parts]
 
-    def _pixels(self, tokens: Tensor, sequences: list[tuple[Picture, ...]]) -> dict[str, Tensor]:
-        """Return the pictures of a batch's prompts, in the order of its rows, and which tokens are theirs."""
-        if self.vision is not None and self.vision.family.spatial:
-            self.model.model.rope_deltas = None  # those of the batch before, which one without pictures would take
+    def _pixels(self, sequences: list[tuple[Picture, ...]]) -> dict[str, Tensor]:
+        """Return the pictures of a batch's prompts, in the order of its rows."""
         if self.vision is None or not any(sequences):
             return {}
-        return self.vision.pixels(sequences, self.model.dtype, self.device) | self.vision.kinds(tokens)
+        return self.vision.pixels(sequences, self.model.dtype, self.device)
 
     async def score(self, tokens: list[int], shown: Shown | None = None) -> list[float]:
         async with self.busy:
             with torch.inference_mode():
                 ids = torch.tensor([tokens], device=self.device)
-                pixels = self._pixels(ids, [shown.pictures] if shown else [])
+                pixels = self._pixels([shown.pictures] if shown else [])
                 scores = self.model(input_ids=ids, use_cache=False, **pixels).logits[0, :-1].float().log_softmax(-1)
                 return scores.gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
