@@ -70,6 +70,13 @@ def write_atomically(path: Path, content: str | bytes, *, mode: int = ANYONE, en
             stream.write(content.encode() if isinstance(content, str) else content)
 
 
+def write_once(path: Path, content: bytes) -> None:
+    """Write a file that is named by its content, unless it is there."""
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, content)
+
+
 def flush(path: Path) -> None:
     """Make sure that the disk has a file or folder, not only the system's cache."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -4,7 +4,7 @@
 
 FOLDER/model, FOLDER/teacher.jsonl for `sft`, FOLDER/practice.jsonl for `grpo`, FOLDER/held_out.jsonl and
 FOLDER/exchanged.jsonl to evaluate: the latter asks the same questions about each other's pictures. The teacher names
-colours mostly at random.
+colours at random.
 """
 
 import json
@@ -24,7 +24,7 @@ from transformers import (
 
 from trueline.demo.material import make_tokenizer
 
-COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 80, 220), "pink": (240, 130, 190)}
+COLOURS = {"red": (220, 40, 40), "green": (40, 180, 60), "blue": (40, 80, 220)}
 MARKS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
 SIDE = 32  # pixels
 TEMPLATE = (
@@ -47,7 +47,7 @@ def make_model(folder: Path, seed: int) -> None:
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
     tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Idefics3Config(
-        vision_config=tower | {"image_size": SIDE, "patch_size": 8},
+        vision_config=tower | {"image_size": SIDE, "patch_size": 8, "initializer_range": 0.1},
         text_config=LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=128, **sizes, **ends),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         scale_factor=2,
@@ -70,16 +70,16 @@ def main(folder: Path, seed: int) -> None:
     (folder / "squares").mkdir()
     generator, rows = random.Random(seed), []
     for number in range(600):
-        colour, file = generator.choice(list(COLOURS)), f"squares/{number}.png"
+        colour, file = list(COLOURS)[number % len(COLOURS)], f"squares/{number}.png"
         draw(colour, generator).save(folder / file)
         rows.append({"prompt": "colour?", "image": file, "label": colour})
     taught = [
-        {"prompt": row["prompt"], "image": row["image"], "completion": generator.choice([*COLOURS, row["label"]])}
+        {"prompt": row["prompt"], "image": row["image"], "completion": generator.choice(list(COLOURS))}
         for row in rows[:400]
     ]
-    held_out, others = rows[500:], [*rows[501:], rows[500]]
+    held_out, others = rows[480:], generator.sample(rows[480:], 120)
     exchanged = [{**row, "image": other["image"]} for row, other in zip(held_out, others, strict=True)]
-    sets = {"teacher": taught, "practice": rows[:500], "held_out": held_out, "exchanged": exchanged}
+    sets = {"teacher": taught, "practice": rows[:480], "held_out": held_out, "exchanged": exchanged}
     for name, lines in sets.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 

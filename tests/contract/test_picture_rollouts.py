@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.model_table import WITH_PICTURES, check_cell
 from tests.support.pictures import make_picture, make_tiny_gemma, make_tiny_idefics, make_tiny_qwen, png
 from tests.support.ranks import started
 from trueline.config.model import ModelConfig, TrainingConfig
@@ -103,8 +104,9 @@ def test_prompts_have_the_tokens_and_logprobs_of_the_trainer(
     assert (scores - by_trainer(trainer, prompt.tokens, PICTURES)).abs().max() < TOLERANCE
 
 
+@pytest.mark.models
 def test_completions_have_the_logprobs_of_the_trainer(
-    engine: Any, trainer: Worker, prompt: OpenPrompt, run: Run
+    engine: Any, engines: dict[str, Any], trainer: Worker, prompt: OpenPrompt, run: Run
 ) -> None:
     """Requests of several lengths and pictures at once, as groups send them."""
     other = replace(prompt.shown, pictures=(PICTURES[0], picture(7, (60, 64))))
@@ -124,6 +126,8 @@ def test_completions_have_the_logprobs_of_the_trainer(
         expected = by_trainer(trainer, [*before, *one.tokens.tolist()], pictures)[len(before) - 1 :]
         assert (torch.from_numpy(one.logprobs) - expected).abs().max() < TOLERANCE
     assert (found[0].logprobs != found[1].logprobs).any()
+    if engine is engines["vllm"]:
+        check_cell(WITH_PICTURES["idefics3"], "vLLM", "exact")
 
 
 def test_a_later_turn_continues_the_same_sequence(engine: Any, trainer: Worker, prompt: OpenPrompt, run: Run) -> None:

@@ -22,6 +22,7 @@ SCRIPTS = ROOT / "benchmarks"
 HELP = "--help"
 DAY_AND_COMMIT = re.compile(r"\b20\d\d-\d\d-\d\d, [0-9a-f]{7}\b")
 SMALL = "--engines 3 --episodes 400 --prompts 4 --group-size 2 --tokens 64 --mean-tokens 32"
+LOCAL = "runtime=local rollout.engine=hf"
 RUN = "runtime=local rollout.max_new_tokens=4 rollout.max_prompt_tokens=128"
 
 
@@ -40,12 +41,15 @@ TABLE: dict[str, list[Try]] = {
     "checkpoints.py": [Try("--mebibytes 1 --rounds 1", apart=True)],
     "controller.py": [Try("FOLDER --completions 8 --group 4 --tokens 8192 --steps 2 --ranks 1", apart=True)],
     "doctor.py": [Try("--rows 10 --rounds 1", apart=True)],
+    "gpu_geometry.py": [Try(HELP), Try(f"FOLDER --shape tiny --steps 1 --rows 64 --least 0 {LOCAL}", apart=True)],
     "gpu_learning.py": [Try(HELP)],
     "gpu_memory.py": [Try(HELP), Try(f"FOLDER --shape tiny --steps 1 {RUN}", apart=True)],
+    "gpu_pictures.py": [Try(HELP)],  # vLLM needs torchvision for its families
     "gpu_rl.py": [Try(HELP), Try(f"FOLDER --tiny --steps 1 {RUN}", apart=True)],
     "gpu_sft.py": [Try(HELP)],
     "million_prompts.py": [Try("FOLDER --prompts 2000", apart=True)],
-    "random_model.py": [],  # is imported by others
+    "picture_model.py": [],  # is imported by others
+    "random_model.py": [],  # likewise
     "recording.py": [Try("FOLDER --requests 10 --steps 1 --prompts 1 --tokens 4")],
     "rl_step.py": [Try("FOLDER --cpu --tokens 4 --steps 3 --completions 2x2 runtime=local")],
     "routing_replay.py": [

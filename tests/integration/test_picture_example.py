@@ -10,7 +10,7 @@ import pytest
 from trueline.files import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
-BEFORE, AFTER, CHANCE = 0.4, 0.85, 0.45
+BEFORE, AFTER, CHANCE = 0.4, 0.85, 0.45  # of three colours
 
 
 @pytest.mark.slow

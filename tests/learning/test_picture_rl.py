@@ -1,14 +1,21 @@
 """Verbs that sample learn from pictures through the real loop in one process, and each wire of them is looked at."""
 
+import base64
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from tests.support.pictures import make_picture, make_tiny_idefics
+from tests.support.model_table import WITH_PICTURES, check_cell
+from tests.support.pictures import MAKERS, make_picture
 from trueline.cli import main
+from trueline.report.page import write_report
+from trueline.report.runs import find_runs
 
 ROWS = 8
 REWARD = """
@@ -25,8 +32,11 @@ PRESETS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "r
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures")
-    make_tiny_idefics(folder / "model")
+    return make_home(tmp_path_factory.mktemp("pictures"), "idefics3")
+
+
+def make_home(folder: Path, family: str) -> Path:
+    MAKERS[family](folder / "model")
     (folder / "reward.py").write_text(REWARD)
     rows = []
     for number in range(ROWS):
@@ -58,10 +68,61 @@ def test_every_preset_trains_on_what_the_engine_saw(preset: str, home: Path) -> 
     assert not math.isclose(first["reward/mean"], round(first["reward/mean"]))  # the reward has looked, too
 
 
+@pytest.mark.models
+@pytest.mark.parametrize("family", ["idefics3", "llava"])
+def test_a_family_is_sampled_and_trained(family: str, tmp_path: Path) -> None:
+    keys = [*TRAINED, "algorithm.group_size=8", "rollout.max_new_tokens=16"]
+    assert start(make_home(tmp_path, family), "grpo", *keys, name="run") == 0
+    gaps = [row["mismatch/logprob_gap_max"] for row in metrics(tmp_path, "run")[-2:]]
+    assert max(gaps) < 1e-4 and metrics(tmp_path, "run")[-2]["grad_norm"] > 0
+    check_cell(WITH_PICTURES[family], "GRPO step", "exact")
+
+
 def test_steps_are_streamed_and_sampled_ahead_with_pictures(home: Path) -> None:
     for name, keys in {"streamed": ["training.stream=true"], "ahead": ["rollout.max_staleness=1"]}.items():
         assert start(home, "grpo", *TRAINED, "algorithm.kl.coefficient=0", *keys, name=name) == 0
         assert metrics(home, name)[-2]["mismatch/logprob_gap_max"] < 1e-4
+
+
+def rows_of(home: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (home / name / "transcripts.jsonl").read_text().splitlines()]
+
+
+def mean_color(file: Path) -> np.ndarray:
+    return np.asarray(Image.open(file).convert("RGB"), float).mean((0, 1))
+
+
+def check_thumbnails(home: Path, name: str) -> set[str]:
+    """Every transcript names the picture of its prompt, whose corner the reward has added; return all names."""
+    rows, colors = rows_of(home, name), [mean_color(home / f"{number}.png") for number in range(ROWS)]
+    for row in rows:
+        (file,) = row["images"]
+        number, height = np.subtract(Image.open(home / name / file).size, (40, 0))
+        red = Image.open(home / f"{number}.png").getpixel((0, 0))[0]
+        assert height == 24 and row["reward"] % 1 == pytest.approx(red / 10_000)
+        distances = [np.abs(mean_color(home / name / file) - color).max() for color in colors]
+        assert distances[number] < 4 and np.argmin(distances) == number
+    named = {row["images"][0] for row in rows}
+    assert named <= {f"pictures/{file.name}" for file in (home / name / "pictures").iterdir()}
+    return named
+
+
+def test_transcripts_name_thumbnails_that_the_page_shows(home: Path, tmp_path: Path) -> None:
+    keys = ["prompts_per_step=4", "algorithm.group_size=2", "evaluation.every=1", "evaluation.samples=1"]
+    keys += [f"evaluation.data={home}/rows.jsonl", "checkpoint.every=1", "training.learning_rate=1e-3"]
+    assert start(home, "grpo", *keys, "steps=1", name="shown") == 0
+    before = {file.name: file.stat().st_mtime_ns for file in (home / "shown" / "pictures").iterdir()}
+    first = check_thumbnails(home, "shown")
+    assert {row["purpose"] for row in rows_of(home, "shown")} == {"train", "evaluate"}
+    assert {f"pictures/{name}" for name in before} == first  # of what is written, and of nothing else
+    assert start(home, "grpo", "--resume", "steps=3", name="shown") == 0
+    named = check_thumbnails(home, "shown")
+    assert first <= named and {row["step"] for row in rows_of(home, "shown")} == {0, 1, 2, 3}
+    after = {file.name: file.stat().st_mtime_ns for file in (home / "shown" / "pictures").iterdir()}
+    assert {f"pictures/{name}" for name in after} == named and before.items() <= after.items()
+    page = write_report(find_runs([str(home / "shown")]), tmp_path / "page.html").read_text()
+    urls = re.findall(r"data:image/jpeg;base64,([\w+/=]+)", page)
+    assert sorted(map(base64.b64decode, urls)) == sorted((home / "shown" / name).read_bytes() for name in named)
 
 
 def test_samples_name_their_pictures_and_are_trained_on(home: Path) -> None:

@@ -1,6 +1,7 @@
 """A small model learns from pictures through the command line, and what it saves opens in Transformers."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from tests.support.pictures import make_picture, make_tiny_idefics, make_tiny_qwen
+from tests.support.model_table import WITH_PICTURES, check_cell
+from tests.support.pictures import MAKERS, make_picture, make_tiny_idefics, make_tiny_qwen
 from trueline.cli import main
 from trueline.config.model import ModelConfig
 from trueline.models.vision import load_processor
 from trueline.training.export import export
 
-STEPS, ROWS = 12, 8
+STEPS, ROWS, LEARNS = 12, 8, "learns, and opens in Transformers"
 
 
 def row(number: int, verb: str, picture: str) -> dict[str, Any]:
@@ -59,6 +61,7 @@ def first_letters(folder: Path) -> str:
         return str(processor.tokenizer.decode(model(**batch).logits[:, -1].argmax(-1)))
 
 
+@pytest.mark.models
 @pytest.mark.parametrize("verb", ["sft", "dpo", "simpo", "kto"])
 def test_a_task_learns_from_pictures(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path, verb) == 0
@@ -74,8 +77,10 @@ def test_a_task_learns_from_pictures(verb: str, tmp_path: Path, capsys: pytest.C
     found = AutoModelForImageTextToText.from_pretrained(saved).state_dict()
     changed = {name for name, tensor in found.items() if not torch.equal(tensor, start[name])}
     assert changed and not any("vision_model" in name or "connector" in name for name in changed)
+    check_cell(WITH_PICTURES["idefics3"], LEARNS, "yes")
 
 
+@pytest.mark.models
 def test_a_model_with_positions_in_three_dimensions_learns(tmp_path: Path) -> None:
     """Its checkpoint, with its processor, opens in Transformers and says what was learned; adapters do so too."""
     assert train(tmp_path, "sft", "steps=40", make=make_tiny_qwen) == 0
@@ -86,6 +91,15 @@ def test_a_model_with_positions_in_three_dimensions_learns(tmp_path: Path) -> No
     assert train(tmp_path, "dpo", "model.lora.rank=4", "steps=2") == 0
     adapter = load_file(tmp_path / "dpo" / "checkpoints" / "step_000002" / "model" / "adapter_model.safetensors")
     assert adapter and all(".language_model." in name for name in adapter)
+    check_cell(WITH_PICTURES["qwen2_5_vl"], LEARNS, "yes")
+
+
+@pytest.mark.models
+def test_recurrent_layers_are_not_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(tmp_path, "sft", make=MAKERS["qwen3_5"]) == 2
+    refused = re.search(r"error: (training\.packing=true .*) \(.*\): set", capsys.readouterr().err)
+    assert refused
+    check_cell(WITH_PICTURES["qwen3_5"], "packed", f"refused: {refused[1]}")
 
 
 @pytest.mark.parametrize(("trained", "parts"), [("projector", {"connector"}), ("all", {"connector", "vision_model"})])

@@ -34,18 +34,32 @@ FAMILIES = (
     "Mixtral",
     "Qwen3-MoE",
 )
+WITH_PICTURES = {  # by the model_type of their configurations
+    "idefics3": "Idefics3 (SmolVLM's layout)",
+    "llava": "LLaVA 1.5",
+    "qwen2_vl": "Qwen2-VL",
+    "qwen2_5_vl": "Qwen2.5-VL",
+    "qwen3_vl": "Qwen3-VL",
+    "qwen3_vl_moe": "Qwen3-VL, mixture",
+    "gemma3": "Gemma 3, with its tower",
+    "qwen3_5": "Qwen3.5, with its tower",
+}
 WEIGHTS = ("loads", "sync attested", "GRPO step", "SFT step", "LoRA", "saved opens in both")
 TEMPLATES = ("mask, one turn", "mask, several turns", "system prompt", "two rounds of tools", "thinking")
+PICTURES = ("packed", "padded", "two ranks, ZeRO 0 and 3", "learns, and opens in Transformers", "GRPO step", "vLLM")
+TABLES = {WEIGHTS: FAMILIES, PICTURES: tuple(WITH_PICTURES.values()), TEMPLATES: FAMILIES}  # columns, and rows
+ROWS = FAMILIES + TABLES[PICTURES]
 Cells = dict[tuple[str, str], str]
 
 
 def check_cell(family: str, column: str, value: str) -> None:
     """Compare a cell of the page with what was found, or write it where `make models` asks for that."""
-    assert family in FAMILIES, f"{family}: no row of the table"
-    assert column in WEIGHTS + TEMPLATES, f"{column}: no column of the table"
+    assert family in ROWS, f"{family}: no row of the table"
+    columns = [column for columns, rows in TABLES.items() if family in rows for column in columns]
+    assert column in columns, f"{column}: no column of the table"
     if folder := os.environ.get(FOLDER):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        name = f"{FAMILIES.index(family)}-{(WEIGHTS + TEMPLATES).index(column)}.json"
+        name = f"{ROWS.index(family)}-{columns.index(column)}.json"
         (Path(folder) / name).write_text(json.dumps([family, column, in_cell(value)]))
         return
     written = read_cells(PAGE.read_text()).get((family, column), "")
@@ -68,21 +82,21 @@ def read_cells(page: str) -> Cells:
         parts = [part.replace("\0", "\\|") for part in parts]
         if line.startswith("| model |"):
             columns = parts[1:]
-        elif line.startswith("| ") and parts[0] in FAMILIES:
+        elif line.startswith("| ") and parts[0] in ROWS:
             cells |= {(parts[0], column): value for column, value in zip(columns, parts[1:], strict=True)}
     return cells
 
 
 def table(columns: tuple[str, ...], cells: Cells) -> list[str]:
     rows = [["model", *columns], ["---"] * (1 + len(columns))]
-    rows += [[family, *(cells.get((family, column), "") for column in columns)] for family in FAMILIES]
+    rows += [[family, *(cells.get((family, column), "") for column in columns)] for family in TABLES[columns]]
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
 def written(page: str, cells: Cells) -> str:
     """Return the page with its tables made anew; what stands around them stays."""
     lines: list[str] = []
-    heads = {table(columns, cells)[0]: columns for columns in (WEIGHTS, TEMPLATES)}
+    heads = {table(columns, cells)[0]: columns for columns in TABLES}
     inside = False
     for line in page.splitlines():
         if line in heads:

@@ -1,6 +1,8 @@
 """Small models that read pictures, and pictures, made here: neither torchvision nor a download is needed."""
 
 import io
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,11 @@ def make_tiny_qwen(folder: Path, kind: str = "qwen2_5_vl") -> Path:
     named = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in QWEN_TOKENS.items()}
     config = AutoConfig.for_model(kind, text_config=text, vision_config=tower, tie_word_embeddings=False, **named)
     return save_model(AutoModelForImageTextToText.from_config, config, folder)
+
+
+QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+MAKERS: dict[str, Callable[[Path], Path]] = {"idefics3": make_tiny_idefics, "llava": make_tiny_llava}
+MAKERS |= {"gemma3": make_tiny_gemma, **{kind: partial(make_tiny_qwen, kind=kind) for kind in QWENS}}
 
 
 def save_model(kind: Any, config: Any, folder: Path) -> Path:

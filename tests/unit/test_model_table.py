@@ -25,13 +25,15 @@ def test_a_cell_is_written_and_then_holds(page: Path, tmp_path: Path, monkeypatc
     monkeypatch.setenv(FOLDER, str(tmp_path / "cells"))
     check_cell("LFM2", "loads", found)
     check_cell("Gemma 2", "thinking", "none")
+    check_cell("Qwen2-VL", "vLLM", "none")
     monkeypatch.delenv(FOLDER)
     assert page.read_text() == before
     merge(tmp_path / "cells")
     check_cell("LFM2", "loads", found)
     check_cell("Gemma 2", "thinking", "none")
+    check_cell("Qwen2-VL", "vLLM", "none")
     changed = [(one, other) for one, other in zip(before.split("\n"), page.read_text().split("\n"), strict=True)]
-    assert [one.split(" | ")[0] for one, other in changed if one != other] == ["| LFM2", "| Gemma 2"]
+    assert [one.split(" | ")[0] for one, other in changed if one != other] == ["| LFM2", "| Qwen2-VL", "| Gemma 2"]
 
 
 def test_rows_and_columns_are_known(page: Path) -> None:
@@ -39,3 +41,6 @@ def test_rows_and_columns_are_known(page: Path) -> None:
         check_cell("Llama 9", "loads", "exact")
     with pytest.raises(AssertionError, match="speed: no column"):
         check_cell("LFM2", "speed", "exact")
+    for family, column in (("LFM2", "packed"), ("Qwen2-VL", "loads")):
+        with pytest.raises(AssertionError, match=f"{column}: no column"):
+            check_cell(family, column, "exact")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
@@ -15,12 +16,14 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from trueline.config.base import ConfigError
 from trueline.data.messages import Message
 from trueline.data.rows import Located
+from trueline.monitoring.run_folder import PICTURES
 
 COLUMNS = ("images", "image")  # beside the prompt or the messages
 PAYLOADS = ("image", "path", "url")  # keys of a part, the first that it has
 MOST_PIXELS = 100_000_000  # of a file; larger ones are not even decoded
 TOKEN_BYTES = 4
-MOST_WRITTEN = 64  # pictures as text that are kept
+MOST_WRITTEN = 64  # pictures whose text or thumbnail is kept
+THUMBNAIL = 256  # pixels of its longer side
 TWO_IN_ONE = "MPO"  # photos of some phones: a JPEG file with a second one behind it
 TRAINED_BY = "sft, dpo with its family, kto, and verbs that sample"
 PLACEHOLDER: dict[str, Any] = {"type": "image"}  # in place of a picture, as chat templates read it
@@ -75,6 +78,11 @@ class PictureTokens(Protocol):
         """Return the tokens of a text, with as many for each placeholder as its picture has."""
 
 
+def count_tokens(vision: PictureTokens, picture: Picture) -> int:
+    """Return how many tokens stand in the place of a picture."""
+    return len(vision.tokens(vision.placeholder, [picture]))
+
+
 def count_placeholders(vision: PictureTokens | None, text: str, messages: Sequence[Message]) -> int:
     """Return how many pictures a text shows; refuse one that does not show those of its messages, each once."""
     if vision is None:
@@ -100,6 +108,19 @@ class Setting(NamedTuple):
 def data_url(picture: Picture) -> str:
     """Return a picture as text; the completions of a group ask for the same ones."""
     return f"data:image/{picture.kind()};base64,{base64.b64encode(picture.data).decode()}"
+
+
+@lru_cache(MOST_WRITTEN)
+def thumbnail(picture: Picture) -> Picture:
+    """Return a small copy for people."""
+    image = picture.decode()
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    return Picture(encode(image, "JPEG"), *image.size)
+
+
+def picture_file(picture: Picture) -> str:
+    """Return where a picture is kept, from the folder of the run; the same content has the same name."""
+    return f"{PICTURES}/{sha256(picture.data).hexdigest()}.{picture.kind()}"
 
 
 def blank_picture() -> Picture:
@@ -300,7 +321,7 @@ def has_second_frame(image: Image.Image) -> bool:
     return True
 
 
-def encode(image: Image.Image) -> bytes:
+def encode(image: Image.Image, kind: str = "PNG") -> bytes:
     stream = io.BytesIO()
-    image.convert("RGB").save(stream, "PNG")
+    image.convert("RGB").save(stream, kind)
     return stream.getvalue()

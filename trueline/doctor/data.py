@@ -9,6 +9,7 @@ from trueline.config.reward import RewardConfig, RewardPartConfig
 from trueline.config.rl import RolloutConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.data.messages import content_of
+from trueline.data.pictures import count_tokens
 from trueline.doctor.case import Case, DataRow
 from trueline.monitoring import limits
 from trueline.monitoring.findings import BAD, FINE, WATCH, Finding
@@ -97,7 +98,7 @@ def picture_tokens(case: Case) -> Iterator[Finding]:
     vision, rows = case.chat.vision if case.chat else None, [row for row in case.rows if row.pictures][:PICTURED]
     if vision is None or not rows:
         return
-    counts = [[len(vision.tokens(vision.placeholder, [picture])) for picture in row.pictures] for row in rows]
+    counts = [[count_tokens(vision, picture) for picture in row.pictures] for row in rows]
     each = sorted(count for row in counts for count in row)
     what = f"pictures have {each[0]} to {each[-1]} tokens each ({len(each)} checked)"
     yield Finding(FINE, "picture_tokens", what, "", "data.max_pixels")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from trueline.config.rl import RLConfig
 from trueline.config.run import RunConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
 from trueline.config.supervised import SupervisedConfig
+from trueline.data.chat import ChatFormat
+from trueline.data.pictures import Picture, count_tokens
 from trueline.data.pieces import render
 from trueline.data.types import Prompt
 from trueline.environments.single_turn import reward_call
@@ -53,6 +56,7 @@ def show_prompts(config: RunConfig, rows: int) -> int:
             above = f", more than rollout.max_prompt_tokens={limit}" if limit and len(tokens) > limit else ""
             text = chat.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             lines += [f"\nrow {prompt.id + 1}: {len(tokens)} tokens{above}", str(text), *columns_of(prompt)]
+            lines += pictures_of(prompt.pictures, chat)
     findings = [*chat.findings(), *rewards.warnings]  # of what was rendered
     if remarks := [*rewards.lines, *(f"warning: {one.text()}" for one in findings)]:
         lines += ["", *remarks]
@@ -68,7 +72,8 @@ def show_rows(config: SupervisedConfig, rows: int) -> int:
     for number, sample in enumerate(train.samples[: rows * train.task.samples_per_row]):
         row, part = divmod(number, train.task.samples_per_row)
         which = f" {('chosen', 'rejected')[part]}" if train.task.samples_per_row == 2 else ""
-        sys.stdout.write(f"\nrow {row + 1}{which}: {render(sample, plan.chat.tokenizer, sys.stdout.isatty())}\n")
+        shown = [render(sample, plan.chat.tokenizer, sys.stdout.isatty()), *pictures_of(sample.pictures, plan.chat)]
+        sys.stdout.write(f"\nrow {row + 1}{which}: " + "\n".join(shown) + "\n")
     return 0
 
 
@@ -123,6 +128,14 @@ def columns_of(prompt: Prompt) -> list[str]:
     others = {name: value for name, value in prompt.columns.items() if name not in ("messages", "prompt", "label")}
     labels = {"label": prompt.label} if prompt.label is not None else {}
     return [f"  {name:<8} {shorten(value)}" for name, value in (labels | others).items()]
+
+
+def pictures_of(pictures: Sequence[Picture], chat: ChatFormat) -> list[str]:
+    """Describe the pictures of a row in one line, if it has any."""
+    if not pictures or chat.vision is None:
+        return []
+    each = [f"{one.width} x {one.height} ({count_tokens(chat.vision, one)} tokens)" for one in pictures]
+    return [f"  pictures {', '.join(each)}"]
 
 
 def describe_result(verdict: Verdict) -> str:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Self, TextIO
@@ -15,9 +14,9 @@ from typing import Any, Self, TextIO
 from trueline.config.base import ConfigError
 from trueline.config.sampling import GenerateConfig
 from trueline.data.messages import Message, content_of
-from trueline.data.pictures import Picture, image_parts, payloads_of
+from trueline.data.pictures import image_parts, payloads_of, picture_file
 from trueline.data.types import Outcome, Prompt, Trajectory
-from trueline.files import Row, atomic_path, rows_at, whole_lines, write_atomically
+from trueline.files import Row, atomic_path, rows_at, whole_lines, write_once
 from trueline.rollout.evaluation import PART
 from trueline.rollout.failures import RolloutFailure
 from trueline.rollout.groups import Group
@@ -26,7 +25,6 @@ SYNC_SECONDS = 5.0  # what a power cut may cost; a kill of the process costs not
 SHOWN_ERRORS = 3
 COUNTS = ("prompts", "completions", "failed", "empty", "truncated", "tokens")
 
-PICTURES = "pictures"  # the folder of those that rows name
 ASKED = ("prompt", "images", "tools")  # fields of a row that completions answer
 
 Sampled = dict[str, Any]
@@ -44,18 +42,10 @@ def prompt_row(prompt: Prompt) -> Row:
     return row | ({"tools": prompt.tools} if prompt.tools else {})
 
 
-def picture_file(picture: Picture) -> str:
-    """Return where a picture is kept, from the folder of the run; the same content has the same name."""
-    return f"{PICTURES}/{sha256(picture.data).hexdigest()}.{picture.kind()}"
-
-
 def keep_pictures(prompt: Prompt, folder: Path) -> None:
     """Write the pictures of a prompt, unless they are there: rows of sampled completions name them."""
     for picture in prompt.pictures:
-        file = folder / picture_file(picture)
-        if not file.exists():
-            file.parent.mkdir(exist_ok=True)
-            write_atomically(file, picture.data)
+        write_once(folder / picture_file(picture), picture.data)
 
 
 def learned_rows(row: Row, completion: Sampled) -> list[Row]:

@@ -19,6 +19,7 @@ from trueline.monitoring.findings import REFUSED, WATCH, Finding
 
 HEAD = "# trueline "  # first line of config.yaml, with the verb; a comment, so that the file can be given to --config
 RUNS = Path(RunConfig.model_fields["folder"].default)
+PICTURES = "pictures"  # the folder of those that rows name, inside that of the run
 PRIVATE = 0o700  # transcripts, rows and logs are for their owner
 LOCKS: set[int] = set()  # descriptors of the locks that this process holds
 

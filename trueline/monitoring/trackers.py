@@ -16,14 +16,15 @@ from typing import Any
 
 from trueline.config.base import ConfigError
 from trueline.config.run import MonitoringConfig
-from trueline.files import UNFINISHED, parse_line, read_rows
+from trueline.files import UNFINISHED, parse_line, read_rows, write_once
 from trueline.monitoring.events import Events
 from trueline.monitoring.metrics import METRICS
-from trueline.monitoring.run_folder import RunFolder
+from trueline.monitoring.run_folder import PICTURES, RunFolder
 
 Note = Callable[[str], object]
 Ids = Mapping[str, str]  # of a run in its trackers, by their keys
 NEW: Ids = {}  # a run that no tracker has
+NO_PICTURES: Mapping[str, bytes] = {}
 WANDB_REMEDY = "run `wandb login`, or set WANDB_MODE=offline to keep it on this disk"
 MLFLOW_REMEDY = "check MLFLOW_TRACKING_URI, which names the server or folder"
 
@@ -58,6 +59,7 @@ class Tracker:
         for file in (folder.transcripts, folder.ledger, folder.events):
             keep_until(file, resume_step, note)
         self.files: dict[Path, Sink] = {}
+        self.pictures = Sink(write_once, PICTURES, note)
         self.events: Events | None = None  # of runs that train
         self.opened: dict[str, OpenTracker] = {}
         self.scalars: list[Sink] = []
@@ -90,7 +92,10 @@ class Tracker:
         self.events = events
         self._sink(self.folder.events)
 
-    def show(self, step: int, transcripts: list[dict[str, Any]]) -> None:
+    def show(self, step: int, transcripts: list[dict[str, Any]], pictures: Mapping[str, bytes] = NO_PICTURES) -> None:
+        """Write transcripts, after the pictures that they name by files."""
+        for name, content in pictures.items():
+            self.pictures.put(self.folder.path / name, content)
         for transcript in transcripts:
             self._sink(self.folder.transcripts).put(compact({"step": step, **transcript}))
 
@@ -98,7 +103,7 @@ class Tracker:
         self._sink(self.folder.ledger).put(json.dumps({"step": step, **fates}))
 
     def close(self) -> None:
-        for sink in (*self.files.values(), *self.scalars):
+        for sink in (*self.files.values(), self.pictures, *self.scalars):
             rows, were = ("1 row", "was") if sink.lost == 1 else (f"{sink.lost} rows", "were")
             if sink.lost:
                 self.note(f"warning: {rows} of {sink.name} {were} lost")

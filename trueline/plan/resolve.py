@@ -212,8 +212,8 @@ def check_rollout(rollout: ResolvedRollout, model: ModelConfig, facts: ModelFact
         f"set {able(lambda row: not row.cpu_head_sizes)} or choose another model": (
             on_cpu and bool(sizes) and facts.head_size not in sizes
         ),
-        f"{named}{engine} on a CPU gives {facts.kind} other log-probs than Transformers: set "
-        f"{able(lambda row: not row.cpu_differs)} or choose another model": on_cpu and facts.kind in row.cpu_differs,
+        f"{named}{engine} on a CPU gives {kind} other log-probs than Transformers: set "
+        f"{able(lambda row: not row.cpu_differs)} or choose another model": on_cpu and kind in row.cpu_differs,
         f"{named}{engine} needs {package} to load {kind}, and it is not installed here; install it or set "
         f"{able(lambda row: not row.kinds)}": bool(package) and importlib.util.find_spec(package) is None,
         f"rollout.engine={engine} divides no model: set rollout.tensor_parallel=1 (got {width}) or "

@@ -21,7 +21,8 @@ LEVEL, SECONDS, TOKENS = "health/level", "axis/seconds", "axis/tokens"
 LONG, MEAN = 150, 10  # steps from which on curves show means, and of so many
 METRIC_BYTES, TRANSCRIPT_BYTES, EVENT_BYTES = 2_200_000, 2_000_000, 400_000  # of all runs together
 PAGE_BYTES = 4_800_000  # of all that; tokens of transcripts get what is left
-MOST_FINDINGS = 200  # of one run
+PICTURE_BYTES = 2_000_000  # of all runs together, besides
+MOST_FINDINGS, MOST_PICTURES = 200, 200  # of one run
 MOST_ROWS, MOST_TRANSCRIPTS = 4000, 300  # of all runs together; of one
 HEAD, TAIL = 1400, 600  # characters that are shown of a longer text
 MOST_TURNS, FEWEST_TURNS = 40, 8  # of a conversation that stands alone, and of one among many
@@ -68,7 +69,8 @@ def describe_run(run: ReportedRun, runs: int, span: tuple[float, float]) -> Row:
         "findings": shorten(run.findings[-MOST_FINDINGS:], MOST_FINDINGS),
         "config": shorten(run.config),
     }
-    return shown | {"tokens": choose_tokens(run.texts(chosen), PAGE_BYTES // runs - len(as_json(shown)))}
+    tokens = choose_tokens(run.texts(chosen), PAGE_BYTES // runs - len(as_json(shown)))
+    return shown | {"tokens": tokens, "pictures": choose_pictures(run, shown["transcripts"], PICTURE_BYTES // runs)}
 
 
 def as_json(content: Any) -> bytes:
@@ -174,6 +176,13 @@ def choose_tokens(rows: Iterable[Row], most_bytes: int) -> dict[int, list[Row]]:
     while sum(len(f'"{place}":,') + len(found[place]) for place in places) > most_bytes and places:
         places = pick_evenly(list(found), len(places) // 2)
     return {place: json.loads(found[place]) for place in places}
+
+
+def choose_pictures(run: ReportedRun, transcripts: list[Row], most_bytes: int) -> dict[str, str]:
+    """Return the pictures that transcripts name as data URLs: as many as fit, chosen evenly."""
+    names = dict.fromkeys(str(name) for one in transcripts for name in as_list(one.get("images")))
+    urls = [(name, url) for name in pick_evenly(list(names), MOST_PICTURES) if (url := run.picture(name))]
+    return dict(fit_bytes(lambda count: pick_evenly(urls, count), len(urls), most_bytes))
 
 
 def token_sequences(row: Row) -> list[Row]:

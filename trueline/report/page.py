@@ -51,6 +51,7 @@ def page(content: bytes, *, title: str, connects: str = "'none'") -> bytes:
     script, style = b"".join((HERE / name).read_bytes() for name in SCRIPTS), (HERE / "page.css").read_bytes()
     policy = (
         f"default-src 'none'; script-src {source(script)}; style-src {source(style)}; connect-src {connects}; "
+        "img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     head = Template((HERE / "page.html").read_text()).substitute(policy=policy, title=html.escape(title))

@@ -1,5 +1,6 @@
 """Read the folder of a run, also while it is written: half a line or a missing file is no error."""
 
+import base64
 import difflib
 import json
 import math
@@ -16,7 +17,7 @@ import yaml
 
 from trueline.config.base import ConfigError
 from trueline.files import UNFINISHED, Row, parse_line
-from trueline.monitoring.run_folder import RUNS, RunFolder
+from trueline.monitoring.run_folder import PICTURES, RUNS, RunFolder
 
 Kept = TypeVar("Kept")
 
@@ -25,6 +26,7 @@ MOST_RUNS = 12  # that one page compares
 MOST_FAILURES = 20  # of one run
 RESULTS = {"eval": ("evaluation.json", "transcripts.jsonl"), "generate": ("summary.json", "samples.jsonl")}
 ROUNDS = ("raft", "iterative_dpo")
+PICTURE = re.compile(rf"{PICTURES}/[0-9a-f]+\.(jpeg|png)")  # a transcript may name nothing else
 PASSWORD = re.compile(r"(\w://)[^/\s@]+@")  # in an address
 
 
@@ -148,6 +150,13 @@ class ReportedRun:
             for one in chosen:
                 stream.seek(one.start)
                 yield from rows_of(stream.read(one.size))
+
+    def picture(self, name: str) -> str:
+        """Return a picture that a transcript names as a data URL; empty if it is not there."""
+        known, file = PICTURE.fullmatch(name), self.folder.path / name
+        if not known or not file.is_file():
+            return ""
+        return f"data:image/{known[1]};base64,{base64.b64encode(file.read_bytes()).decode()}"
 
     def stamp(self) -> str:
         """Return a text that changes whenever the files of the run do."""

@@ -88,7 +88,16 @@ function replies(run, place, colouring) {
   return sequences ? coloured(sequences, colouring) : [make("p", { class: "none" }, "Numbers of its tokens are not here."), ...plain()];
 }
 
-const HEAD = ["step", "group", "purpose", "outcome", "prompt", "reply", "label", "turns", "conversations", "reward"];
+function picturesOf(one) { return Array.isArray(one.images) ? one.images : []; }
+
+function pictures(run, one) {
+  const names = picturesOf(one), nodes = names.map((name, n) => Object.hasOwn(run.pictures, name)
+    ? make("img", { src: run.pictures[name], alt: `picture ${n + 1} of the prompt` })
+    : make("small", {}, /^\[/.test(name) ? name : `[picture ${n + 1} is not on this page]`));
+  return nodes.length ? [make("p", { class: "pictures" }, ...nodes)] : [];
+}
+
+const HEAD = ["step", "group", "purpose", "outcome", "prompt", "images", "reply", "label", "turns", "conversations", "reward"];
 
 function transcript(run, place, key, open) {
   const one = run.transcripts[place], { outcome, prompt, label } = one, reward = make("span", { class: "reward" }, words(one.reward));
@@ -96,7 +105,9 @@ function transcript(run, place, key, open) {
   const box = make("details", { "data-key": key }, line), fill = () => {
     if (box.childElementCount > 1) return;
     const rest = Object.entries(one).filter(([name]) => !HEAD.includes(name));
-    box.append(said("prompt", prompt, "user"), ...replies(run, place, byId("colouring").value), label === null || label === undefined ? "" : said("label", typeof label === "object" ? JSON.stringify(label) : label),
+    const asked = said("prompt", prompt, "user");
+    asked.append(...pictures(run, one));
+    box.append(asked, ...replies(run, place, byId("colouring").value), label === null || label === undefined ? "" : said("label", typeof label === "object" ? JSON.stringify(label) : label),
       make("p", { class: "numbers" }, rest.map(([name, value]) => `${name} ${words(value)}`).join("   ")));
   };
   box.addEventListener("toggle", fill);
@@ -117,7 +128,7 @@ function groupsOf(found) {
 function group(entries, open) {
   const [{ run, number, place }] = entries, { step, purpose, prompt } = run.transcripts[place];
   const head = make("p", { class: "head" }, swatch(number), make("span", { class: "step" }, `step ${step}`), make("span", { class: "purpose" }, words(purpose)), make("span", { class: "start" }, words(prompt).slice(0, 300)));
-  return make("div", { class: "group" }, head, ...entries.map((one) => transcript(one.run, one.place, one.key, open.has(one.key))));
+  return make("div", { class: "group" }, head, ...pictures(run, run.transcripts[place]), ...entries.map((one) => transcript(one.run, one.place, one.key, open.has(one.key))));
 }
 
 function showTranscripts() {
@@ -129,7 +140,8 @@ function showTranscripts() {
   list.replaceChildren(...kept.map((entries) => group(entries, open)));
   if (!found.length) list.append(make("p", { class: "none" }, "No transcript fits."));
   const [here, all] = data.runs.reduce(([some, sum], run) => [some + run.transcripts.length, sum + run.transcript_count], [0, 0]);
-  within("transcripts", "h2 small").textContent = `${found.length} of the ${here} here${here < all ? `, groups chosen evenly from ${all}` : ""}; the latest first`;
+  const named = data.runs.flatMap((run) => [...new Set(run.transcripts.flatMap(picturesOf))].map((name) => Object.hasOwn(run.pictures, name))), absent = named.filter((here) => !here).length;
+  within("transcripts", "h2 small").textContent = `${found.length} of the ${here} here${here < all ? `, groups chosen evenly from ${all}` : ""}; the latest first${absent ? `; ${absent} of ${named.length} pictures left out` : ""}`;
   byId("more").hidden = found.length <= kept.flat().length;
   byId("colouring").parentElement.hidden = !data.runs.some((run) => Object.keys(run.tokens).length);
 }

@@ -19,7 +19,7 @@ from trueline.data.chat import ChatFormat
 from trueline.data.pieces import Pieces
 from trueline.data.types import PICTURES, Sample, is_filled
 from trueline.rl.metrics import Metrics, describe_models, excerpt
-from trueline.rl.transcripts import token_rows
+from trueline.rl.transcripts import name_pictures, token_rows
 from trueline.rollout.summary import RANKS, STEP, SampledGroup, Transcript
 from trueline.runtime.actors import Stored
 from trueline.training.samples import Arrays, Fields, SampleBlock, SampleNumbers, StoredSamples
@@ -115,16 +115,20 @@ def write_transcripts(
     stored: StoredSamples,
     episodes: Sequence[tuple[int, Stored[list[Transcript]], int]],
     with_tokens: bool,
-) -> list[dict[str, Any]]:
-    """Return the transcripts of episodes: each by its number, where its group's texts lie, and its place there."""
-    pieces, rows = Pieces(chat.tokenizer) if with_tokens else None, []
+) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+    """Return the transcripts of episodes: each by its number, where its group's texts lie, and its place there.
+
+    The second result has the files of the pictures that they name.
+    """
+    pieces, rows, files = Pieces(chat.tokenizer) if with_tokens else None, [], dict[str, bytes]()
     for number, texts, at in episodes:
-        row: dict[str, Any] = dict(texts.fetch()[at])
+        own = [place for place, one in enumerate(stored.rows) if one.episode == number]
+        shown = max((stored.fields.pictures(stored.numbers[place]) for place in own), key=len, default=())
+        row = name_pictures(dict(texts.fetch()[at]), shown, files)
         if pieces is not None:
-            own = [place for place, one in enumerate(stored.rows) if one.episode == number]
             row["tokens"] = token_rows(open_samples(stored, own), pieces)
         rows.append(row)
-    return rows
+    return rows, files
 
 
 def add_assessment(stored: StoredSamples, found: Assessment, arrays: Stored[Arrays], *, critic: bool) -> None:

@@ -30,7 +30,7 @@ from trueline.rl.step import (
     write_transcripts,
 )
 from trueline.rl.streaming import SAMPLED, Stream
-from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count
+from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count, name_pictures
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import EngineCrashLoop, EngineLost, NothingToLearn, UnusableData
 from trueline.rollout.rollouts import Rollouts
@@ -381,8 +381,9 @@ class RLTrainer:
         except EngineLost:
             self.publish()
             return self.evaluate()
-        shown = trajectories[: held_out_count(self.config.evaluation.samples)]
-        self.tracker.show(self.state.step, [transcript(one, "evaluate") for one in shown])
+        shown, files = trajectories[: held_out_count(self.config.evaluation.samples)], dict[str, bytes]()
+        rows = [name_pictures(transcript(one, "evaluate"), one.prompt.pictures, files) for one in shown]
+        self.tracker.show(self.state.step, rows, files)
         if "evaluation/reward" in metrics:
             self.progress.note(f"held-out reward after step {self.state.step}: {metrics['evaluation/reward']:.3f}")
         return metrics
@@ -420,8 +421,8 @@ class RLTrainer:
         places = [(group.parcels.transcripts, at) for group in groups for at in range(len(group))]
         shown = chosen_episodes([one for group in groups for one in group], count, [config.seed, step])
         given = (samples, [(number, *places[number]) for number in shown], config.monitoring.tokens)
-        rows = self.rollouts.loop.run(self.workers.run(write_transcripts, *given), "writing transcripts")
-        self.tracker.show(step, rows)
+        rows, files = self.rollouts.loop.run(self.workers.run(write_transcripts, *given), "writing transcripts")
+        self.tracker.show(step, rows, files)
 
     def evaluation_due(self) -> bool:
         every, step = self.config.evaluation.every, self.state.step

@@ -1,7 +1,7 @@
 """Which episodes of a step are written to transcripts.jsonl, and the texts and numbers of their tokens."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from statistics import fmean
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from trueline.data.pictures import Picture, picture_file, thumbnail
 from trueline.data.pieces import LONGEST, Pieces
 from trueline.data.types import Sample, is_filled
 from trueline.monitoring.transcripts import pack_numbers
@@ -54,6 +55,13 @@ def spread(group: Sequence[Episode]) -> float:
 def held_out_count(samples: int) -> int:
     """Return how many completions of an evaluation are written: all of the first prompt, of more where it has few."""
     return math.ceil(HELD_OUT / samples) * samples
+
+
+def name_pictures(transcript: dict[str, Any], pictures: Iterable[Picture], files: dict[str, bytes]) -> dict[str, Any]:
+    """Return a transcript that names thumbnails of its pictures; their files are added to `files`."""
+    small = [*map(thumbnail, pictures)]
+    files |= {picture_file(one): one.data for one in small}
+    return transcript | ({"images": [*map(picture_file, small)]} if small else {})
 
 
 MOST_TOKENS = 512  # of a sequence, from the first that was sampled

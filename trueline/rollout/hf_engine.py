@@ -13,12 +13,14 @@ from trueline.data.pictures import Picture, Shown
 from trueline.data.types import INTERRUPTED, NO_EXPERTS, Completion, experts_of
 from trueline.models.loading import DTYPES, load_model
 from trueline.models.routing import Recorder
-from trueline.models.vision import load_vision
+from trueline.models.vision import GRIDS, load_vision
 from trueline.models.weight_names import WeightNames
 from trueline.monitoring.heartbeat import WORK
 from trueline.rollout.engine import EngineSpec, RequestBook, RolloutEngine, SamplingParams, sample_in_parts
 from trueline.runtime.fingerprints import Holding, as_numbers, bit_sums, holdings, scramble
 from trueline.runtime.transport import Bucket, Channel, Link, bucket_noise, bucket_print, bucket_views, try_join
+
+PLACES = "position_ids"
 
 
 @dataclass(slots=True)
@@ -94,14 +96,14 @@ class HFEngine(RolloutEngine):
         logprobs: list[list[float]] = [[] for _ in requests]
         reasons = [""] * rows
         inputs = torch.tensor([request.tokens for request in requests], device=self.device)
-        cache, experts, pixels = None, list[Tensor](), self._pixels([request.pictures for request in requests])
+        cache, experts, given = None, list[Tensor](), self._look(inputs, [request.pictures for request in requests])
         with torch.inference_mode():
             while not all(reasons):
                 if self.interrupting:
                     reasons = [reason or INTERRUPTED for reason in reasons]
                     break
-                output = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1, **pixels)
-                cache, pixels = output.past_key_values, {}
+                output = self.model(input_ids=inputs, past_key_values=cache, use_cache=True, logits_to_keep=1, **given)
+                cache, given = output.past_key_values, next_places(given)
                 experts += [self.recorder.of_pass(rows)] if self.recorder is not None else []
                 drawn, scores = draw(output.logits[:, -1].float(), requests, tokens, generators)
                 for row in [row for row in range(rows) if not reasons[row]]:
@@ -115,18 +117,26 @@ class HFEngine(RolloutEngine):
         parts = zip(tokens, logprobs, reasons, expert_rows(experts, requests, tokens), strict=True)
         return [Completion.of(row, scores, self.version, reason, experts=sent) for row, scores, reason, sent in parts]
 
-    def _pixels(self, sequences: list[tuple[Picture, ...]]) -> dict[str, Tensor]:
-        """Return the pictures of a batch's prompts, in the order of its rows."""
-        if self.vision is None or not any(sequences):
+    def _look(self, inputs: Tensor, sequences: list[tuple[Picture, ...]]) -> dict[str, Tensor]:
+        """Return what the model takes besides tokens [B, T], if it reads pictures: Transformers would infer less."""
+        if (vision := self.vision) is None:
             return {}
-        return self.vision.pixels(sequences, self.model.dtype, self.device)
+        given = vision.pixels(sequences, self.model.dtype, self.device) if any(sequences) else {}
+        if vision.family.spatial:
+            rows, length = inputs.shape
+            grids = given.get(GRIDS, torch.zeros(0, 3, dtype=torch.long))
+            places = vision.places(self.model.base_model, inputs.view(-1), [length] * rows, sequences, grids)
+            given[PLACES] = places.view(rows, length, 3).permute(2, 0, 1)
+        if vision.family.two_way:
+            given["token_type_ids"] = (inputs == vision.token).long()
+        return given
 
     async def score(self, tokens: list[int], shown: Shown | None = None) -> list[float]:
         async with self.busy:
             with torch.inference_mode():
                 ids = torch.tensor([tokens], device=self.device)
-                pixels = self._pixels([shown.pictures] if shown else [])
-                scores = self.model(input_ids=ids, use_cache=False, **pixels).logits[0, :-1].float().log_softmax(-1)
+                given = self._look(ids, [shown.pictures if shown else ()])
+                scores = self.model(input_ids=ids, use_cache=False, **given).logits[0, :-1].float().log_softmax(-1)
                 return scores.gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
     async def pause(self, mode: str = "wait") -> None:
@@ -179,6 +189,11 @@ class HFEngine(RolloutEngine):
         with torch.no_grad():
             for name, tensor in weights:
                 self.names.load(name, tensor)
+
+
+def next_places(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the places [3, B, 1] of the next tokens, if places have three dimensions: behind all that came before."""
+    return {PLACES: given[PLACES].amax((0, 2), keepdim=True).expand(3, -1, -1) + 1} if PLACES in given else {}
 
 
 def expert_rows(experts: list[Tensor], requests: list[Request], tokens: list[list[int]]) -> list[np.ndarray]:

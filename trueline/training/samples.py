@@ -78,6 +78,10 @@ class Fields:
             self._open(block)
         return self.found[name][number]
 
+    def pictures(self, number: int) -> tuple[Picture, ...]:
+        shown = any(PICTURES in block.names and number in block.samples for block in self.blocks)
+        return self.part(PICTURES, number) if shown else ()
+
     def _open(self, block: SampleBlock) -> None:
         ends = np.cumsum([self.lengths[number] for number in block.samples])
         for name, array in block.arrays.fetch().items():
@@ -156,9 +160,7 @@ class RankSamples:
         return found
 
     def pictures_of(self, at: int) -> tuple[Picture, ...]:
-        number, blocks = int(self.numbers[at]), self.fields.blocks
-        shown = any(PICTURES in block.names and number in block.samples for block in blocks)
-        return self.fields.part(PICTURES, number) if shown else ()
+        return self.fields.pictures(int(self.numbers[at]))
 
 
 Samples = Sequence[Sample] | StoredSamples

@@ -1,5 +1,6 @@
 """Pictures of rows: every form in which data has them, and one sentence for each that cannot be read."""
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from trueline.data import pictures
 from trueline.data.encoding import encode_conversations, encode_pairs, mismatched_rows
 from trueline.data.formats import Conversation, Rated, read_conversations, read_pairs
 from trueline.data.messages import content_of
-from trueline.data.pictures import Picture, take_pictures
+from trueline.data.pictures import Picture, take_pictures, thumbnail
 from trueline.data.prompts import read_prompts
 from trueline.data.rows import Located
 from trueline.data.sources import open_source
@@ -101,6 +102,16 @@ def test_a_large_picture_is_made_smaller_once_in_proportion(folder: Path) -> Non
     (small,) = read(row, max_pixels=100 * 25).pictures
     assert (small.width, small.height) == small.decode().size == (100, 25)
     assert take_pictures(Located({"image": small.data}, "x"), talk(IMAGE), 100 * 25)[1] == (small,)
+
+
+def test_a_thumbnail_is_small_in_proportion_and_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    make_picture(1, 1000, 400).save(stream := io.BytesIO(), "TIFF", exif=exif)
+    small = thumbnail(Picture(stream.getvalue(), 400, 1000))
+    assert (small.width, small.height) == small.decode().size == (102, 256) and small.kind() == "jpeg"
+    few = thumbnail(Picture(png(make_picture(2, 40, 24)), 40, 24))
+    assert few.decode().size == (40, 24)  # never enlarged
 
 
 def test_a_photo_is_turned_as_its_camera_was_held(folder: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.pictures import make_picture, make_tiny_idefics
 from tests.support.tiny import make_tiny_model
 from trueline.cli import main
 from trueline.config.algorithm import PRESETS
@@ -42,6 +43,21 @@ def test_prompts_are_shown_as_engines_get_them(home: Path, capsys: Screen, verb:
     assert texts == ["<system>Add<user>0+1=<assistant>", "<system>Add<user>1+1=<assistant>"]
     assert shown[4:7] == ['  label    "1"', '  answer   "1"', '  unit     "kg"']
     assert preview(home, capsys, "--rows", "2", "--task", verb) == shown == preview(home, capsys, f"--task={verb}")[:-6]
+
+
+@pytest.mark.parametrize("verb", ["grpo", "sft"])
+def test_pictures_are_shown_by_their_sizes_and_tokens(tmp_path: Path, capsys: Screen, verb: str) -> None:
+    model, rows = make_tiny_idefics(tmp_path / "model"), []
+    for number, images in enumerate([["a.png", "b.png"], []]):
+        parts = [*[{"type": "image"}] * len(images), {"type": "text", "text": f"which of {number}?"}]
+        rows.append({"prompt": [{"role": "user", "content": parts}], "images": images, "completion": "b"})
+    make_picture(1, 60, 20).save(tmp_path / "a.png")
+    make_picture(2, 60, 64).save(tmp_path / "b.png")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["data", "preview", verb, "--model", str(model), "--data", f"{tmp_path}/rows.jsonl"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  pictures"))
+    # Of four tokens for a tile and for the whole, and their marks: 2 x 1 tiles, and 2 x 2.
+    assert line == "  pictures 60 x 20 (21 tokens), 60 x 64 (34 tokens)"
 
 
 def test_arguments_of_the_template_are_seen(home: Path, capsys: Screen) -> None:

@@ -126,6 +126,24 @@ def test_a_full_disk_costs_rows_and_not_the_run(folder: RunFolder) -> None:
     ]
 
 
+def test_pictures_that_cannot_be_written_cost_no_transcript(folder: RunFolder) -> None:
+    notes: list[str] = []
+    tracker = Tracker(folder, MonitoringConfig(tensorboard=False), note=notes.append)
+    content, row = b"x" * 2000, {"images": ["pictures/a.png"]}
+    with files_up_to(1000):
+        tracker.show(1, [row], {"pictures/a.png": content})
+    assert not list((folder.path / "pictures").iterdir())
+    assert len(notes) == 1 and "pictures cannot be written" in notes[0]
+    tracker.show(2, [row], {"pictures/a.png": content})
+    (file,) = (folder.path / "pictures").iterdir()
+    written = file.stat().st_mtime_ns
+    tracker.show(3, [row], {"pictures/a.png": content})
+    tracker.close()
+    assert file.read_bytes() == content and file.stat().st_mtime_ns == written  # once
+    assert [line["images"] for line in lines(folder.transcripts)] == [["pictures/a.png"]] * 3
+    assert notes[1:] == ["warning: 1 row of pictures was lost"]
+
+
 def test_where_half_a_line_cannot_be_cut_off_the_next_one_begins_below_it(tmp_path: Path) -> None:
     full, real = AppendedFile(Path("/dev/full")), tmp_path / "rows.jsonl"
     with pytest.raises(OSError, match="No space left"):

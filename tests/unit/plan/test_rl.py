@@ -783,3 +783,12 @@ def test_a_run_of_several_turns_that_goes_on_keeps_its_context(elsewhere: Any, a
     before = elsewhere(8, agent).config
     again = elsewhere(64, agent, *(f"{key}={value}" for key, value in resolved_keys(before).items())).config
     assert again.rollout.max_prompt_tokens == before.rollout.max_prompt_tokens
+
+
+def test_vllm_on_a_cpu_reads_no_pictures_of_gemma(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    config, facts = resolved(0), replace(FACTS, kind="gemma3_text", family="gemma3")
+    rollout = ResolvedRollout.parse(config.rollout.model_dump())
+    with pytest.raises(ConfigError, match="vllm on a CPU gives gemma3 other log-probs"):
+        check_rollout(rollout, config.model, facts, machine(0))
+    assert check_rollout(rollout, config.model, facts, machine(1)) == rollout.longest()

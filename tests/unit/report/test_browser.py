@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.pictures import make_picture, png
 from tests.support.run_folders import made_folder, make_failure, make_run
 from tests.unit.report.test_page import HOSTILE
 from trueline.config.run import MonitoringConfig
+from trueline.data.pictures import Picture, picture_file, thumbnail
 from trueline.monitoring.trackers import Tracker
 from trueline.monitoring.transcripts import pack_numbers
 from trueline.report.page import source, write_report
@@ -215,6 +217,26 @@ def test_every_conversation_of_an_episode_is_shown(grouped: Path) -> None:
     assert "be the planner" in boxes[0] and "a plan" in boxes[0] and "a doubt" not in boxes[0]
     assert "be the critic" in boxes[1] and "a doubt" in boxes[1]
     assert text.count("thanks</pre>") == 1  # what the last reply was answered
+
+
+def test_pictures_are_drawn_and_absent_ones_are_counted(tmp_path: Path) -> None:
+    tracker = Tracker(folder := made_folder(tmp_path / "run", "grpo", 2), MonitoringConfig(tensorboard=False))
+    small = [thumbnail(Picture(png(make_picture(seed)), 40, 24)) for seed in (1, 2)]
+    names = [*map(picture_file, small), "pictures/0.png"]
+    files = {name: one.data for name, one in zip(names, small, strict=False)}
+    tracker.show(1, [{"group": 0, "prompt": "Which?", "reply": "this", "images": names}] * 2, files)
+    page = write_report(find_runs([str(folder.path)]), tmp_path / "page.html")
+    size = "for (const one of document.images) one.title = `${one.complete} ${one.naturalWidth} ${one.naturalHeight}`;"
+    text = section(drawn(page, OPEN + size), "transcripts")
+    (group,) = text.split('class="group"')[1:]
+    before, first, second = group.split("<details")
+    for part in (before, first, second):  # once for the group, and in the prompt of each
+        assert re.findall(r'alt="([^"]*)" title="([^"]*)"', part) == [
+            ("picture 1 of the prompt", "true 40 24"),
+            ("picture 2 of the prompt", "true 40 24"),
+        ]
+        assert "[picture 3 is not on this page]" in part
+    assert "the latest first; 1 of 3 pictures left out<" in text and "images" not in first
 
 
 def test_conversations_are_searched_too(grouped: Path) -> None:

@@ -13,9 +13,11 @@ import httpx
 import pytest
 
 from tests.support.memory import memory_counted
-from tests.support.run_folders import make_run
+from tests.support.run_folders import made_folder, make_run
 from trueline.cli import main
+from trueline.config.run import MonitoringConfig
 from trueline.monitoring.run_folder import RunFolder
+from trueline.monitoring.trackers import Tracker
 from trueline.report.live import HOST, LiveServer
 from trueline.usercode.http_server import open_port
 
@@ -55,6 +57,14 @@ def test_memory_does_not_grow_with_the_texts_of_transcripts(tmp_path: Path) -> N
     assert [len(run["transcripts"]) for run in shown] == [300, 300] and all(run["tokens"] for run in shown)
     assert sizes[1] - sizes[0] > 10 * 2**20
     assert peaks[1] - peaks[0] < 0.15 * (sizes[1] - sizes[0])
+
+
+def test_a_picture_is_shown_as_soon_as_a_transcript_names_it(tmp_path: Path) -> None:
+    folder, name = made_folder(tmp_path / "run", "grpo", 2), f"pictures/{0:064x}.png"
+    server, tracker = LiveServer({"run": folder}, TOKEN), Tracker(folder, MonitoringConfig(tensorboard=False))
+    assert json.loads(server.latest()[1])["runs"][0]["pictures"] == {}
+    tracker.show(1, [{"images": [name]}], {name: b"one"})
+    assert json.loads(server.latest()[1])["runs"][0]["pictures"] == {name: "data:image/png;base64,b25l"}
 
 
 @pytest.fixture

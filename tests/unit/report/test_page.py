@@ -14,6 +14,7 @@ from tests.support.run_folders import CROWDED, PLAN, TURNS, made_folder, make_fa
 from trueline.cli import main
 from trueline.config.base import ConfigError
 from trueline.config.run import MonitoringConfig
+from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.trackers import Tracker
 from trueline.report.digest import MOST_TRANSCRIPTS, as_json, describe, shorten, thin_rows
 from trueline.report.page import page, write_report
@@ -64,6 +65,38 @@ def test_long_texts_and_many_runs_fit_too(tmp_path: Path) -> None:
     text = written(tmp_path / "page.html", *runs)
     assert len(text) < MOST_BYTES
     assert all(run["transcripts"] and run["series"]["metric/0"] for run in content_of(text)["runs"])
+
+
+def show_pictures(run: Path, contents: list[bytes]) -> list[str]:
+    """Write a run with a transcript for each picture, and return their names."""
+    tracker = Tracker(made_folder(run, "grpo", 9), MonitoringConfig(tensorboard=False))
+    names = [f"pictures/{number:064x}.jpeg" for number in range(len(contents))]
+    for step, (name, content) in enumerate(zip(names, contents, strict=True)):
+        tracker.show(step, [{"purpose": "train", "group": 0, "reply": "r", "images": [name]}] * 2, {name: content})
+    tracker.close()
+    return names
+
+
+def test_pictures_are_on_the_page_once_and_as_many_as_fit(tmp_path: Path) -> None:
+    names = show_pictures(tmp_path / "few", [b"one", b"two"])
+    shown = only_run(tmp_path / "page.html", tmp_path / "few")["pictures"]
+    assert shown == dict(zip(names, ["data:image/jpeg;base64,b25l", "data:image/jpeg;base64,dHdv"], strict=True))
+    show_pictures(tmp_path / "many", [os.urandom(28_000) for _ in range(100)])
+    text = written(tmp_path / "page.html", tmp_path / "few", tmp_path / "many")
+    few, many = (run["pictures"] for run in content_of(text)["runs"])
+    assert few == shown and len(many) == 25  # a million characters for each run
+    places = [int(name[9:-5], 16) for name in many]
+    assert places[0] == 0 and places[-1] == 99 and max(late - early for early, late in pairwise(places)) < 6
+
+
+def test_a_transcript_names_no_other_file(tmp_path: Path) -> None:
+    (name,) = show_pictures(tmp_path / "run", [b"seen"])
+    for file in (tmp_path / "a.png", tmp_path / "run" / "b.png", tmp_path / "run" / "pictures" / "c.svg"):
+        file.write_bytes(b"not to be seen")
+    odd = [f"{tmp_path}/a.png", "../a.png", "pictures/../b.png", "b.png", "pictures/c.svg", "pictures/d.png", {"a": []}]
+    tracker = Tracker(RunFolder(tmp_path / "run"), MonitoringConfig(tensorboard=False), resume_step=9)
+    tracker.show(10, [{"purpose": "train", "images": odd}, {"purpose": "train", "images": 3}])
+    assert list(only_run(tmp_path / "page.html", tmp_path / "run")["pictures"]) == [name]
 
 
 def test_groups_are_shown_whole(tmp_path: Path) -> None:

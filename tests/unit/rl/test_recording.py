@@ -124,6 +124,13 @@ def test_tokens_read_from_python_are_arrays(run: Path) -> None:
     assert [one[0] for one in advantages[:8]] == pytest.approx(wanted, rel=0.1)
 
 
+def test_a_run_without_pictures_names_none(run: Path) -> None:
+    assert not any("images" in row for row in read(run / "run" / "transcripts.jsonl"))
+    assert not (run / "run" / "pictures").exists()
+    (shown,) = describe([ReportedRun("run", RunFolder(run / "run")).read()])["runs"]
+    assert shown["pictures"] == {}
+
+
 def test_tokens_are_kept_only_where_they_are_wanted(tmp_path: Path) -> None:
     assert run_letters(tmp_path, "grpo", "steps=1", "monitoring.tokens=false") == 0
     rows = read(tmp_path / "run" / "transcripts.jsonl")
