@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.model_table import WITH_PICTURES, check_cell
-from tests.support.pictures import make_picture, make_tiny_gemma, make_tiny_idefics, make_tiny_qwen, png
+from tests.support.pictures import make_picture, make_tiny_idefics, png
 from tests.support.ranks import started
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.data.batching import Budget, plan_micro_batches
@@ -68,15 +68,11 @@ def engine(request: pytest.FixtureRequest, engines: dict[str, Any]) -> Any:
     return engines[request.param]
 
 
-def start_trainer(model: Path) -> Worker:
+@pytest.fixture(scope="module")
+def trainer(model: Path) -> Worker:
     keys = {"engine": "torch", "learning_rate": 1e-12}
     config = ModelConfig(path=str(model), dtype="float32", train_vision="all")
     return started(Worker(WorkerSpec(config, TrainingConfig.parse(keys), 0, 1, 100, 0)))
-
-
-@pytest.fixture(scope="module")
-def trainer(model: Path) -> Worker:
-    return start_trainer(model)
 
 
 @pytest.fixture(scope="module")
@@ -172,19 +168,6 @@ def test_later_turns_show_more_pictures(
         assert (torch.from_numpy(reply.logprobs) - expected).abs().max() < TOLERANCE
     # The engine knows pictures by now that the tokens before them do not show: it asks for all.
     assert run(engine.generate_turn(added, PARAMS, f"{name}-again")) is None
-
-
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "gemma"])
-def test_hf_has_the_trainer_s_logprobs_for_other_families(kind: str, tmp_path: Path, run: Run) -> None:
-    """Positions in three dimensions, also for a request without pictures after others; and attention both ways."""
-    model = make_tiny_gemma(tmp_path) if kind == "gemma" else make_tiny_qwen(tmp_path, kind)
-    chat, trainer = load_chat(ModelConfig(path=str(model)), "auto"), start_trainer(model)
-    engine, asked = HFEngine(replace(SPEC, model=str(model))), [{"role": "user", "content": "what?"}]
-    for number, prompt in enumerate([chat.begin(ASKED, (), PICTURES), chat.begin(asked)]):
-        pictures = PICTURES if prompt.shown else ()
-        reply = run(engine.generate(prompt.tokens, PARAMS, f"{kind}-{number}", prompt.shown))
-        expected = by_trainer(trainer, [*prompt.tokens, *reply.tokens.tolist()], pictures)[len(prompt.tokens) - 1 :]
-        assert (torch.from_numpy(reply.logprobs) - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("wrong", ["exchanged", "left out"])
