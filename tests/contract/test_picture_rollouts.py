@@ -15,7 +15,7 @@ from tests.support.pictures import make_picture, make_tiny_idefics, png
 from tests.support.ranks import started
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.data.batching import Budget, plan_micro_batches
-from trueline.data.chat import OpenPrompt
+from trueline.data.chat import ChatFormat, OpenPrompt
 from trueline.data.pictures import Picture, blank_picture
 from trueline.data.types import Completion, Sample, pack_samples
 from trueline.models.loading import load_chat
@@ -28,7 +28,7 @@ from trueline.sync.weights import STRANGE
 from trueline.training.worker import Worker, WorkerSpec
 
 TOLERANCE = 1e-4
-SPEC = EngineSpec("", "float32", 256, 1, 16, 0, 0.3, False, False, False, lean_logprobs=True, pictures=2)
+SPEC = EngineSpec("", "float32", 256, 1, 16, 0, 0.3, False, False, False, lean_logprobs=True, pictures=4)
 PARAMS = SamplingParams(1.0, 8, (), seed=3)
 # Longer than a block of the prefix cache.
 ASKED = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " or" * 20}, {"type": "image"}]}]
@@ -76,8 +76,13 @@ def trainer(model: Path) -> Worker:
 
 
 @pytest.fixture(scope="module")
-def prompt(model: Path) -> OpenPrompt:
-    return load_chat(ModelConfig(path=str(model)), "auto").begin(ASKED, (), PICTURES)
+def chat(model: Path) -> ChatFormat:
+    return load_chat(ModelConfig(path=str(model)), "auto")
+
+
+@pytest.fixture(scope="module")
+def prompt(chat: ChatFormat) -> OpenPrompt:
+    return chat.begin(ASKED, (), PICTURES)
 
 
 def by_trainer(trainer: Worker, tokens: list[int], pictures: tuple[Picture, ...]) -> torch.Tensor:
@@ -130,6 +135,39 @@ def test_a_later_turn_continues_the_same_sequence(engine: Any, trainer: Worker, 
     whole = [*said, 20, 21, *then.tokens.tolist()]
     expected = by_trainer(trainer, whole, PICTURES)[len(said) + 1 :]
     assert (torch.from_numpy(then.logprobs) - expected).abs().max() < TOLERANCE
+
+
+def follow(chat: ChatFormat, before: OpenPrompt, reply: Completion, *pictures: Picture) -> OpenPrompt:
+    """Return the prompt that shows more pictures behind a reply."""
+    said = {"role": "assistant", "content": chat.reply_text(reply.tokens.tolist())}
+    content = [*({"type": "image"} for _ in pictures), {"type": "text", "text": "and"}]
+    following = chat.follow(before, said, [{"role": "user", "content": content}], int(reply.tokens[-1]), pictures)
+    assert following is not None
+    return following
+
+
+@pytest.mark.parametrize("asked", ["with pictures", "without"])
+def test_later_turns_show_more_pictures(
+    asked: str, engine: Any, trainer: Worker, chat: ChatFormat, prompt: OpenPrompt, run: Run
+) -> None:
+    """They are sent with their turn; the engine has those before, and all of them give the trainer's log-probs."""
+    start = prompt if asked == "with pictures" else chat.begin([{"role": "user", "content": "what?"}])
+    known, shown, name = list(start.tokens), start.shown, f"more {asked}"
+    first = NextTurn(name, 0, known, Stored(shown) if shown else None)
+    turn, reply = start, run(engine.generate_turn(first, PARAMS, f"{name}-0"))
+    pictures = PICTURES if asked == "with pictures" else ()
+    for number, new in enumerate(
+        [(picture(5, (64, 40)), picture(6)), (), (picture(7, (30, 50)),)][asked != "without" :]
+    ):
+        known += reply.tokens.tolist()
+        turn = follow(chat, turn, reply, *new)
+        added = NextTurn(name, len(known), turn.tokens, None, turn.shown)
+        reply = run(engine.generate_turn(added, PARAMS, f"{name}-{number + 1}"))
+        known, pictures = [*known, *turn.tokens], pictures + new
+        expected = by_trainer(trainer, [*known, *reply.tokens.tolist()], pictures)[len(known) - 1 :]
+        assert (torch.from_numpy(reply.logprobs) - expected).abs().max() < TOLERANCE
+    # The engine knows pictures by now that the tokens before them do not show: it asks for all.
+    assert run(engine.generate_turn(added, PARAMS, f"{name}-again")) is None
 
 
 @pytest.mark.parametrize("wrong", ["exchanged", "left out"])
@@ -224,3 +262,37 @@ def test_a_group_sends_its_pictures_once(model: Path, prompt: OpenPrompt, run: R
     stored = [args[0].shown for name, args in sent if name == "generate_turn"]
     assert len(stored) == 4 and all(one is stored[0] for one in stored), "one reference for all episodes"
     assert not pool.shown
+
+
+def test_a_turn_sends_its_own_pictures_alone(model: Path, chat: ChatFormat, prompt: OpenPrompt, run: Run) -> None:
+    """And all of them to an engine that has forgotten the sequence, with the same result."""
+    sent: list[NextTurn] = []
+
+    class Noting(LocalActor[Any]):
+        async def call(self, method: Any, *args: Any, **named: Any) -> Any:
+            sent.append(args[0])
+            return await super().call(method, *args, **named)
+
+    engine = HFEngine(replace(SPEC, model=str(model)))
+    actor: Any = Noting("engine", engine)
+    pool, key = EnginePool([actor], takes_groups=True), RolloutKey(0, 0, seed=3)
+
+    async def play(forgets: bool) -> Completion:
+        with pool.keep_group(0):
+            first = await pool.generate(prompt.tokens, PARAMS, key, 0, SequencePlace(1, 0, prompt.shown), prompt.shown)
+            known = [*prompt.tokens, *first.tokens.tolist()]
+            more = follow(chat, prompt, first, picture(5))
+            assert more.shown is not None
+            if forgets:
+                engine.book.sequences.clear()
+            place, whole = SequencePlace(1, len(known), more.shown), more.shown.behind(prompt.shown, known)
+            return await pool.generate([*known, *more.tokens], PARAMS, key, 1, place, whole)
+
+    expected = run(play(forgets=False))
+    assert [one.added and one.added.pictures for one in sent] == [None, (picture(5),)]
+    assert sent[0].shown is not None and sent[1].shown is None
+    sent.clear()
+    again = run(play(forgets=True))
+    stored = sent[-1].shown
+    assert len(sent) == 3 and stored is not None and stored.fetch().pictures == (*PICTURES, picture(5))
+    assert (again.tokens == expected.tokens).all() and (again.logprobs == expected.logprobs).all()

@@ -29,6 +29,8 @@ class EnvironmentConfig(Config):
     """Most policy turns per episode; then the episode is truncated."""
     max_turn_tokens: int | None = Field(None, ge=1)
     """Longest reply of one turn. null: what rollout.max_new_tokens leaves for the sequence."""
+    max_images: int = Field(8, ge=0)
+    """Most pictures that are added to a sequence. 0 where a critic, teacher or reward model reads none."""
     truncated: Literal["judge", "drop"] = "judge"
     """For episodes that run out of turns or tokens. judge: score what there is. drop: exclude them."""
     timeout_seconds: float = Field(60.0, gt=0)

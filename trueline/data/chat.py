@@ -16,6 +16,7 @@ from trueline.data.template import (
     Template,
     Written,
     add_reasoning,
+    check_completion,
     learned_text,
     reader_of,
     unseen_fields,
@@ -24,6 +25,7 @@ from trueline.monitoring.findings import Finding
 
 Learn = Literal["all", "last"]
 Piece = tuple[list[int], bool]  # tokens, and whether they are learned
+Pictures = tuple[Picture, ...]
 UNLIKE_ANY = "\0"  # no completion begins with it
 COUNTED = 1000  # prompts tokenized at a time
 MOST_BEGUN = 256
@@ -33,7 +35,7 @@ MOST_BEGUN = 256
 class Encoded:
     tokens: list[int]
     mask: list[bool]  # True on the tokens to learn
-    pictures: tuple[Picture, ...] = ()  # that its image tokens stand for
+    pictures: Pictures = ()  # that its image tokens stand for
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class OpenPrompt:
     messages: list[Message] = field(default_factory=list)
     shaped: list[Message] = field(default_factory=list)  # the same, as the template takes them
     tools: Sequence[Tool] = ()
-    shown: Shown | None = None  # the pictures of a prompt that begins a sequence
+    shown: Shown | None = None  # the pictures of these tokens
 
 
 class ChatFormat:
@@ -66,7 +68,7 @@ class ChatFormat:
         self.template = Template(tokenizer, arguments or {})
         self.read_reply = reader_of(self.template.source) if self.templated else None
         self.variants: dict[str, ChatFormat] = {}
-        self.begun: dict[tuple[str, tuple[Picture, ...]], tuple[list[int], Shown | None]] = {}  # the last prompts
+        self.begun: dict[tuple[str, Pictures], tuple[list[int], Shown | None]] = {}  # the last prompts
         # What it has done so far: joined messages by line breaks, rendered a system message, rendered a call
         self.joins = self.systems = self.calls = False
         self.left_out: set[str] = set()  # fields of the data that some rendering did not show
@@ -110,30 +112,28 @@ class ChatFormat:
             self.variants[name].vision = self.vision
         return self.variants[name]
 
-    def begin(
-        self, messages: list[Message], tools: Sequence[Tool] = (), pictures: tuple[Picture, ...] = ()
-    ) -> OpenPrompt:
+    def begin(self, messages: list[Message], tools: Sequence[Tool] = (), pictures: Pictures = ()) -> OpenPrompt:
         """Return the prompt that begins a sequence; the completions of a group begin with the same one."""
         text = self.prompt_text(messages, tools)
         if (text, pictures) not in self.begun:
-            self.begun[text, pictures] = self._first_tokens(text, messages, pictures)
+            if count_placeholders(self.vision, text, messages) != len(pictures):
+                raise ConfigError(f"it shows {sum(1 for _ in image_parts(messages))} pictures, but has {len(pictures)}")
+            brief = self._tokens(text, special=not self.templated)
+            self.begun[text, pictures] = self._shown_tokens(text, brief, pictures)
         if len(self.begun) > MOST_BEGUN:
             del self.begun[next(iter(self.begun))]
         tokens, shown = self.begun[text, pictures]
         shaped = self.template.shape(messages) if self.templated else []
         return OpenPrompt(tokens, text, messages, shaped, [Written(tool) for tool in tools], shown)
 
-    def _first_tokens(
-        self, text: str, messages: list[Message], pictures: tuple[Picture, ...]
+    def _shown_tokens(
+        self, text: str, brief: list[int], pictures: Pictures, skipped: int = 0
     ) -> tuple[list[int], Shown | None]:
-        """Return a prompt's tokens, and how engines get its pictures."""
-        brief = self._tokens(text, special=not self.templated)
-        if count_placeholders(self.vision, text, messages) != len(pictures):
-            raise ConfigError(f"it shows {sum(1 for _ in image_parts(messages))} pictures, but has {len(pictures)}")
+        """Return the tokens of a text but the first, and its pictures; `brief` has one placeholder for each."""
         if not pictures or self.vision is None:
-            return brief, None
-        tokens = self.vision.tokens(text, pictures)
-        return tokens, Shown(pictures, brief, len(tokens))
+            return brief[skipped:], None
+        tokens = self.vision.tokens(text, pictures)[skipped:]
+        return tokens, Shown(pictures, brief[skipped:], len(tokens))
 
     def continuation(
         self, messages: list[Message], new: list[Message], tools: Sequence[Tool] = (), last: int | None = None
@@ -143,7 +143,9 @@ class ChatFormat:
         following = self.follow(before, messages[-1], new, last)
         return None if following is None else following.tokens
 
-    def follow(self, before: OpenPrompt, reply: Message, new: list[Message], last: int | None) -> OpenPrompt | None:
+    def follow(
+        self, before: OpenPrompt, reply: Message, new: list[Message], last: int | None, pictures: Pictures = ()
+    ) -> OpenPrompt | None:
         """Return the next prompt; its tokens go from the end of the sampled reply to the next turn.
 
         They begin with what ends a reply, unless `last`, the last sampled token, already does. None: the template
@@ -151,9 +153,8 @@ class ChatFormat:
         """
         if not self.templated:
             text = "".join(f"\n{self._plain_text(message)}" for message in new)
+            count_placeholders(self.vision, text, new)
             return OpenPrompt([self._end()] * (last not in self.stop_ids) + self.text_tokens(text))
-        if any(True for _ in image_parts(new)):
-            raise ConfigError("only the messages before the first reply may show pictures: leave out the others")
         write, shape_one, messages = self.template.write, self.template.shape_one, [*before.messages, reply, *new]
         shaped = [*before.shaped, shape_one(reply), *map(shape_one, new)]
         whole = write(shaped, before.tools, open_turn=True)
@@ -164,13 +165,19 @@ class ChatFormat:
             return None
         self._note(messages[len(before.messages) :], whole, len(before.text))
         closed = write(shaped[: len(before.shaped) + 1], before.tools, open_turn=False)
-        tokens = self._tokens_behind(before, reply, closed, whole, last)
-        return None if tokens is None else OpenPrompt(tokens, whole, messages, shaped, before.tools)
+        if (behind := self._text_behind(before, reply, closed, whole, last)) is None:
+            return None
+        text, repeated = behind
+        count_placeholders(self.vision, text, new)
+        brief = self.text_tokens(text)
+        skipped = int(repeated is not None and brief[:1] == [repeated])
+        tokens, shown = self._shown_tokens(text, brief, pictures, skipped)
+        return OpenPrompt(tokens, whole, messages, shaped, before.tools, shown)
 
-    def _tokens_behind(
+    def _text_behind(
         self, before: OpenPrompt, reply: Message, closed: str, whole: str, last: int | None
-    ) -> list[int] | None:
-        """Return the tokens behind a reply; `closed` ends with it, `whole` goes on to the next turn."""
+    ) -> tuple[str, int | None] | None:
+        """Return the text from a reply, which ends `closed`, to the next turn; and `last` if it may begin so."""
         if not closed.startswith(before.text):
             return None
         stop = self._stop_span(closed, len(before.text), reply)
@@ -178,12 +185,11 @@ class ChatFormat:
         if not whole.startswith(closed[:end]):
             return None
         if stop is not None:
-            return self.text_tokens(whole[end if last in self.stop_ids else stop[0] :])
+            return whole[end if last in self.stop_ids else stop[0] :], None
         # The stop token of a reply comes before the next message, or nowhere; the template may close the reply itself.
         marked = [*before.messages, {"role": "assistant", "content": MARK}]
         _, found, closing = self.template.render(marked, before.tools, open_turn=False).rpartition(MARK)
-        tokens = self.text_tokens(whole[end - len(closing) if found and closed.endswith(closing) else end :])
-        return tokens[1:] if last is not None and tokens[:1] == [last] else tokens
+        return whole[end - len(closing) if found and closed.endswith(closing) else end :], last
 
     def unseen_tools(self, messages: list[Message], tools: Sequence[Tool]) -> list[str]:
         """Return the names of tools that neither the template nor a system message shows the model."""
@@ -351,9 +357,6 @@ class ChatFormat:
         prompts = [self.prompt_tokens(messages[:turn], tools) for turn in turns]
         return [join_pieces([(one, False), (other, True)]) for one, other in zip(prompts, completions, strict=True)]
 
-    def _seen_tokens(self, text: str, pictures: Sequence[Picture]) -> list[int]:
-        return self.vision.tokens(text, pictures) if self.vision and pictures else self.text_tokens(text)
-
     def _encode_templated(
         self, messages: list[Message], turns: list[int], tools: Sequence[Tool], pictures: Sequence[Picture]
     ) -> list[Encoded]:
@@ -373,7 +376,8 @@ class ChatFormat:
             check_completion(completion, messages[turn], turn, shows_calls=self.template.shows_calls)
             stop = self._stop_span(completion, 0, messages[turn])
             completion = completion[: stop[1]] if stop else completion  # what follows is never sampled
-            new = self._seen_tokens(prompt[len(spelled) :], pictures[seen : shown[-1]])
+            behind = prompt[len(spelled) :]
+            new, _ = self._shown_tokens(behind, self.text_tokens(behind), tuple(pictures[seen : shown[-1]]))
             sequences[-1] += [(new, False), (self.text_tokens(completion), True)]
             spelled = prompt + completion if full.startswith(prompt + completion) else None
         for pieces in sequences:
@@ -424,17 +428,6 @@ class ChatFormat:
         if self.tokenizer.eos_token_id is None:
             raise ConfigError("the tokenizer has no end-of-sequence token: set its eos_token")
         return int(self.tokenizer.eos_token_id)
-
-
-def check_completion(completion: str, message: Message, turn: int, *, shows_calls: bool) -> None:
-    if not completion.strip():
-        raise ConfigError(f"the chat template drops the text of message {turn + 1}: change the row or the template")
-    besides = completion.replace(content_of(message).strip(), "", 1)  # the text may mention the function as well
-    if missing := [name for name in called_functions(message) if name not in besides or not shows_calls]:
-        raise ConfigError(
-            f"the chat template drops the call of {', '.join(missing)} in message {turn + 1}: set "
-            "data.chat_template=FILE to one that shows tool calls"
-        )
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:

@@ -50,12 +50,18 @@ class Shown:
     """The pictures of a sequence as engines take them: they write the tokens of pictures themselves."""
 
     pictures: tuple[Picture, ...]
-    brief: list[int]  # the tokens of its first prompt, with one placeholder for each picture
-    length: int  # of that prompt as the model sees it
+    brief: list[int]  # the tokens up to the end of its last prompt with pictures, with one placeholder for each
+    length: int  # of these as the model sees them
 
     def shorten(self, tokens: list[int]) -> list[int]:
-        """Return a sequence that begins with that prompt, with one placeholder for each picture."""
+        """Return a sequence that begins with these tokens, with one placeholder for each picture."""
         return [*self.brief, *tokens[self.length :]]
+
+    def behind(self, before: "Shown | None", tokens: list[int]) -> "Shown":
+        """Return the pictures of a sequence to whose `tokens`, which show those of `before`, a prompt adds these."""
+        known = before or Shown((), [], 0)
+        brief = [*known.shorten(tokens), *self.brief]
+        return Shown(known.pictures + self.pictures, brief, len(tokens) + self.length)
 
     def tokens(self) -> int:
         """Return how many tokens take as much memory as the pictures."""
@@ -174,7 +180,7 @@ def image_parts(messages: Sequence[Message]) -> Iterator[tuple[Message, dict[str
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
-            if part["type"] == "image":
+            if part.get("type") == "image":
                 yield message, part
 
 
@@ -196,7 +202,7 @@ def take_pictures(
                 f"{located.place}: an assistant message has a picture, which no model here learns to make: remove it, "
                 "or move it into a user message"
             )
-    found = [payload_of(part) for _, part in parts]
+    found = payloads_of(messages)
     open_places = sum(value is None for value in found)
     if open_places != len(beside):
         has = f"column {column!r} has {len(beside)}" if column else f"there is no column {' or '.join(COLUMNS)}"
@@ -209,7 +215,7 @@ def take_pictures(
         read_picture(value, Setting(f"{located.place}: picture {number}", located.folder, max_pixels))
         for number, value in enumerate(given, 1)
     )
-    return [without_payload(message) for message in messages], pictures
+    return bare(messages), pictures
 
 
 def put_first(located: Located, messages: list[Message], count: int) -> list[Message]:
@@ -222,23 +228,47 @@ def put_first(located: Located, messages: list[Message], count: int) -> list[Mes
     return [*messages[:at], first, *messages[at + 1 :]]
 
 
+def payloads_of(messages: Sequence[Message]) -> list[Any]:
+    """Return what the image parts of messages give as a picture; None for those that give nothing."""
+    return [payload_of(part) for _, part in image_parts(messages)]
+
+
 def payload_of(part: dict[str, Any]) -> Any:
     return next((part[key] for key in PAYLOADS if part.get(key) is not None), None)
 
 
+def bare(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with placeholders in place of pictures."""
+    return [without_payload(message) if isinstance(message.get("content"), list) else message for message in messages]
+
+
 def without_payload(message: Message) -> Message:
-    if not isinstance(message.get("content"), list):
-        return message
-    parts = [dict(PLACEHOLDER) if part["type"] == "image" else part for part in message["content"]]
+    parts = [dict(PLACEHOLDER) if part.get("type") == "image" else part for part in message["content"]]
     return {**message, "content": parts}
 
 
+@lru_cache(MOST_WRITTEN)
+def read_data_url(url: str, setting: Setting) -> Picture:
+    """Read a picture from text; the episodes of a group may show the same ones."""
+    head, _, text = url.partition(",")
+    if not re.fullmatch(r"data:[^,]*;base64", head, re.IGNORECASE):
+        remedy = "and nothing is fetched from elsewhere: give its content, as data:image/png;base64,..."
+        raise ConfigError(f"{setting.where}: {url!r:.80} is no data URL, {remedy}")
+    try:
+        content = base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise ConfigError(f"{setting.where}: its data URL is damaged ({error}): encode it in base64 again") from None
+    return make_picture(content, f"its data URL of {len(content)} bytes", setting)
+
+
 def read_picture(value: Any, setting: Setting) -> Picture:
-    """Read what a row gives as a picture: a path, a file:// URL, bytes, both as `datasets` stores them, or PIL's."""
+    """Read what a row gives as a picture: a path, a file:// or data URL, bytes, both as in `datasets`, or PIL's."""
     if isinstance(value, dict) and not isinstance(value.get("bytes") or value.get("path"), bytes | str):
         raise ConfigError(f"{setting.where} has neither bytes nor a path ({value!r:.80}): give one of them")
     if isinstance(value, dict):
         value = value.get("bytes") or value["path"]
+    if isinstance(value, str) and value[:5].lower() == "data:":
+        return read_data_url(value, setting)
     if isinstance(value, str):
         file = file_of(value, setting)
         try:
@@ -257,8 +287,8 @@ def read_picture(value: Any, setting: Setting) -> Picture:
 
 
 def file_of(text: str, setting: Setting) -> Path:
-    scheme = re.match(r"([a-z][a-z0-9+.-]*)://|data:", text, re.IGNORECASE)
-    if scheme and str(scheme[1]).lower() != "file":
+    scheme = re.match(r"([a-z][a-z0-9+.-]*)://", text, re.IGNORECASE)
+    if scheme and scheme[1].lower() != "file":
         raise ConfigError(
             f"{setting.where}: {text!r:.80} is not on this machine, and nothing is fetched from elsewhere: download "
             "it, and give its path"

@@ -121,11 +121,19 @@ def renamed_roles(rows: Iterable[Row]) -> str:
 
 
 def read_content(content: Any, where: str) -> Any:
-    """Keep parts if there are pictures among them; join those that are only text."""
+    """Keep parts if there are pictures among them, OpenAI's as others; join those that are only text."""
+    content = [as_image(part) for part in content] if isinstance(content, list) else content
     if not isinstance(content, list) or not any(map(is_picture, content)):
         return join_text(content, where)
     join_text([{"type": "text", "text": ""} if is_picture(part) else part for part in content], where)  # checks texts
     return [part if is_picture(part) else {"type": "text", "text": part["text"]} for part in content]
+
+
+def as_image(part: Any) -> Any:
+    if not isinstance(part, dict) or part.get("type") != "image_url":
+        return part
+    value = part.get("image_url")
+    return {"type": "image", "image": value.get("url") if isinstance(value, dict) else value}
 
 
 def is_picture(part: Any) -> bool:

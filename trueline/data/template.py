@@ -385,3 +385,14 @@ def learned_text(prompt: str, full: str, other: Callable[[], str], said: str = "
 def shared_length(one: str, other: str) -> int:
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def check_completion(completion: str, message: Message, turn: int, *, shows_calls: bool) -> None:
+    if not completion.strip():
+        raise ConfigError(f"the chat template drops the text of message {turn + 1}: change the row or the template")
+    besides = completion.replace(content_of(message).strip(), "", 1)  # the text may mention the function as well
+    if missing := [name for name in called_functions(message) if name not in besides or not shows_calls]:
+        raise ConfigError(
+            f"the chat template drops the call of {', '.join(missing)} in message {turn + 1}: set "
+            "data.chat_template=FILE to one that shows tool calls"
+        )

@@ -9,7 +9,7 @@ from typing import Any
 
 from trueline.config.base import ConfigError
 from trueline.data.messages import Message, Tool
-from trueline.data.readers import join_text, parse_calls
+from trueline.data.readers import parse_calls, read_content
 from trueline.data.types import Completion
 from trueline.environments.base import Reply, as_said
 from trueline.environments.tools.calls import as_message
@@ -109,17 +109,17 @@ def read_stop(value: Any) -> list[str]:
 
 def read_messages(value: Any) -> list[Message]:
     """Read messages as the readers of datasets do, but allow an empty text, as a reply may be."""
-    is_list, messages, shape = isinstance(value, list) and value, [], "text, null or a list of text parts"
+    is_list, messages, shape = isinstance(value, list) and value, [], "text, null or a list of text and image parts"
     require(is_list, "messages must be a list of at least one message", value, "messages")
     for at, entry in enumerate(value):
         where = f"messages[{at}]"
         require(isinstance(entry, dict), f"{where} must be an object", entry, "messages")
         fields = {name: value for name, value in entry.items() if value not in (None, [])}
         try:
-            role, content = fields.pop("role", None), join_text(fields.pop("content", ""), where)
+            role, content = fields.pop("role", None), read_content(fields.pop("content", ""), where)
             is_known = isinstance(role, str) and role in ROLES
             require(is_known, f"{where}: role must be one of {', '.join(ROLES)}", role, "messages")
-            require(isinstance(content, str), f"{where}: content must be {shape}", content, "messages")
+            require(isinstance(content, str | list), f"{where}: content must be {shape}", content, "messages")
             calls = parse_calls(fields.pop("tool_calls", None), where)
         except ConfigError as error:
             raise RequestError(str(error), "messages") from None

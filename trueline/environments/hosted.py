@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from trueline.data.messages import TEMPLATE_ROLES, Message, Tool
+from trueline.environments.tools.contents import shows_pictures, write_message
 from trueline.environments.tools.toolbox import call_user
 from trueline.monitoring.user_files import PICKLED
 from trueline.usercode.failures import NoSuchFunction, ProgramEnded, WrongResult
@@ -153,7 +154,8 @@ class RemotePolicy:
         return self._request(messages, tools, lambda message: message)
 
     def _request(self, messages: list[Message] | str, tools: list[Tool] | None, read: Callable[[Message], Any]) -> Any:
-        listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        listed = [write_message(message, "a message to the policy") for message in given]
         request = {"model": "policy", "messages": listed, **({"tools": tools} if tools else {})}
         post = partial(http_client(self.is_async).post, self.url, json=request, headers=self.headers)
 
@@ -198,22 +200,22 @@ def check_options(function: Callable[..., Any], options: dict[str, Any]) -> None
 
 
 def as_messages(returned: Any, otherwise: list[Message], method: str = "step") -> list[Message]:
-    """Return an environment's messages: text is the user's, None is `otherwise`."""
+    """Return an environment's messages: text and images are the user's, None is `otherwise`."""
     if returned is None:
         return otherwise
-    if isinstance(returned, str):
-        return [{"role": "user", "content": returned}]
+    if isinstance(returned, str) or shows_pictures(returned):
+        returned = [{"role": "user", "content": returned}]
     is_list = isinstance(returned, list)
     if is_list and all(isinstance(one, dict) and one.get("role") in TEMPLATE_ROLES for one in returned):
-        return returned
+        return [write_message(message, f"what `{method}` returned") for message in returned]
     kind, roles = type(returned).__name__, ", ".join(TEMPLATE_ROLES)
     shape = f'a text or a list of {{"role": "user", "content": "..."}}, with the roles {roles}'
     raise WrongResult(f"`{method}` returned {returned!r:.80} of type {kind} as messages: return {shape}")
 
 
 def as_step(returned: Any) -> dict[str, Any]:
-    """Return a step in full: a text continues the episode, a number ends it with that reward, a dict has all of it."""
-    if isinstance(returned, str):
+    """Return a step in full: text or images continue, a number ends it with that reward, a dict has all of it."""
+    if isinstance(returned, str) or shows_pictures(returned):
         returned = {"messages": returned}
     elif not isinstance(returned, dict):
         returned = {"reward": returned, "done": True}

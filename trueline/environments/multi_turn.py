@@ -7,6 +7,7 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
+from trueline.config.base import ConfigError
 from trueline.data.messages import Message
 from trueline.data.types import Prompt
 from trueline.environments.base import Environment, EpisodeResult, OutOfBudget, Policy, Reply
@@ -14,6 +15,7 @@ from trueline.environments.endpoint import PolicyEndpoint
 from trueline.environments.hosted import AgentCode, StepCode
 from trueline.environments.single_turn import reward_call, score_reply
 from trueline.environments.tools.calls import Parsed, ToolCall, as_message
+from trueline.environments.tools.contents import Part
 from trueline.environments.tools.formats import Parse
 from trueline.environments.tools.toolbox import Toolbox
 from trueline.rewards.combined import CombinedReward
@@ -32,6 +34,7 @@ class HostedEnvironment(Environment):
     """Has a place in a process of user code for its episode; the run's rewards score the end."""
 
     drop_truncated = False  # episodes that run out of turns or tokens
+    sees = False  # the model reads pictures
 
     def __init__(self, hosts: EpisodeHosts, rewards: CombinedReward) -> None:
         self.hosts, self.rewards = hosts, rewards
@@ -49,6 +52,8 @@ class HostedEnvironment(Environment):
             if self.drop_truncated:
                 return EpisodeResult(metrics=self.metrics, left_out=True)
             earned = 0.0
+        except ConfigError as error:  # of messages that the model cannot be shown
+            raise WrongResult(str(error), self.hosts.code.name()) from error
         if not self.rewards.parts:
             return EpisodeResult(earned, metrics=self.metrics)
         talk = policy.talk()
@@ -123,7 +128,7 @@ class ToolEnvironment(HostedEnvironment):
     async def _answers(self, place: EpisodePlace, parsed: Parsed, reply: Reply) -> list[Message]:
         if parsed.error:
             self.metrics["tools/mistakes"] += 1
-            answers = [("error", f"error: {parsed.error}")]
+            answers: list[tuple[str, str | list[Part]]] = [("error", f"error: {parsed.error}")]
         else:
             first, *others = (self._answer(place, call) for call in parsed.calls)
             texts = await asyncio.gather(first, *others) if others else [await first]
@@ -133,10 +138,11 @@ class ToolEnvironment(HostedEnvironment):
             for call, (name, text) in zip(reply.message["tool_calls"], answers, strict=True)
         ]
 
-    async def _answer(self, place: EpisodePlace, call: ToolCall) -> str:
+    async def _answer(self, place: EpisodePlace, call: ToolCall) -> str | list[Part]:
         self.metrics["tools/calls"] += 1
         try:
-            return str(await place.call(Toolbox.call, name=call.name, arguments=call.arguments))
+            found = await place.call(Toolbox.call, name=call.name, arguments=call.arguments, sees=self.sees)
+            return found if isinstance(found, list) else str(found)
         except (PolicyError, ToolRaised) as error:
             self.metrics["tools/mistakes" if isinstance(error, PolicyError) else "tools/errors"] += 1
             return f"error: {error}"

@@ -270,6 +270,7 @@ class OpenEnvironment:
         elif self.config.tools:
             environment = multi_turn.ToolEnvironment(self.hosts, self.rewards, self.parse)
         environment.drop_truncated = self.config.truncated == "drop"
+        environment.sees = self.chat.vision is not None
         return environment
 
     async def stop(self) -> None:

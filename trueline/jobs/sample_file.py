@@ -14,7 +14,7 @@ from typing import Any, Self, TextIO
 from trueline.config.base import ConfigError
 from trueline.config.sampling import GenerateConfig
 from trueline.data.messages import Message, content_of
-from trueline.data.pictures import image_parts, picture_file
+from trueline.data.pictures import image_parts, payloads_of, picture_file
 from trueline.data.types import Outcome, Prompt, Trajectory
 from trueline.files import Row, atomic_path, rows_at, whole_lines, write_once
 from trueline.rollout.evaluation import PART
@@ -51,14 +51,14 @@ def keep_pictures(prompt: Prompt, folder: Path) -> None:
 def learned_rows(row: Row, completion: Sampled) -> list[Row]:
     """Return prompt, completion and tools as trainers read them: of a reply, or of every conversation of an episode."""
     if "conversations" in completion:
-        return [one | shown_in(one["prompt"], row) for one in completion["conversations"]]
+        return [one | shown_in([*one["prompt"], *one["completion"]], row) for one in completion["conversations"]]
     return [{name: row[name] for name in ASKED if name in row} | {"completion": completion["reply"]}]
 
 
 def shown_in(messages: list[Message], row: Row) -> Row:
-    """Return the pictures of a row, if a conversation shows them."""
-    shows = any(True for _ in image_parts(messages))
-    return {"images": row["images"]} if shows else {}
+    """Return the pictures of a row that a conversation shows; it has others in its parts."""
+    count = payloads_of(messages).count(None)
+    return {"images": row["images"][:count]} if count else {}
 
 
 def completion_of(trajectory: Trajectory, scored: bool) -> Sampled:

@@ -74,7 +74,7 @@ def open_job(plan: SamplingPlan[Kind], folder: RunFolder, progress: Progress) ->
         processes = stack.enter_context(open_processes(plan.machine, plan.layout, folder.logs, config.runtime, models))
         loop = stack.enter_context(open_loop(config.timeout_seconds))
         progress.note("starting   engines and rewards; each process imports its libraries first")
-        shown = most_pictures([one.prompts for one in plan.sets.values()], plan.chat)
+        shown = most_pictures([one.prompts for one in plan.sets.values()], plan.chat, config.environment)
         specified = engine_specs(config.model, rollout, plan.layout, config.seed, structured=played)
         specs = [replace(spec, pictures=shown) for spec in specified]
         engines = processes.engines(ROLLOUT_ENGINES[rollout.engine].target(rollout), specs)

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from trueline.algorithms.advantages import reads_reward
-from trueline.config.base import Config, ConfigError, read_tree
+from trueline.config.base import Config, ConfigError, Tree, read_tree
 from trueline.config.data import PromptDataConfig
+from trueline.config.environment import EnvironmentConfig
 from trueline.config.reward import RewardConfig
 from trueline.config.rl import EvaluationConfig, RLConfig
 from trueline.config.run import CheckpointConfig, RunConfig
@@ -116,18 +117,19 @@ def look_around(config: RLConfig) -> PlanInputs:
     prompts, rewards = check_prompts(config, {**trained, **tested}, required=required)
     facts, machine = check_model(config.model), machine_at_hand()
     chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
-    check_sight(prompts.values(), {f"model.path={config.model.path}": facts.family})
+    check_sight(config.environment, prompts.values(), {f"model.path={config.model.path}": facts.family})
     measured = {place: measure(some, chat) for place, some in prompts.items()}
     sources = [measured[place] for place in trained]
     return PlanInputs(facts, machine, sources, {name: measured[place, name] for place, name in tested}, chat, rewards)
 
 
-def check_sight(sets: Iterable[Sequence[Prompt]], readers: Mapping[str, str]) -> None:
-    """Refuse prompts with pictures that one of the models, by name and family, does not read."""
+def check_sight(played: EnvironmentConfig, sets: Iterable[Sequence[Prompt]], readers: Mapping[str, str]) -> Tree:
+    """Refuse prompts with pictures that a model, by name and family, does not read; return keys that allow no more."""
     shown = next((prompt for some in sets for prompt in sample_of(some) if prompt.pictures), None)
-    for name, family in readers.items():
-        if shown is not None and blindness(family):
-            raise ConfigError(blind(shown.place(), f"{name} {blindness(family)}"))
+    unseeing = [f"{name} {blindness(family)}" for name, family in readers.items() if blindness(family)]
+    if shown is not None and unseeing:
+        raise ConfigError(blind(shown.place(), unseeing[0]))
+    return {"environment": {"max_images": 0}} if unseeing and played.kind() else {}
 
 
 def blind(place: str, why: str) -> str:
@@ -136,12 +138,13 @@ def blind(place: str, why: str) -> str:
     return f"{place} has pictures, but {why}: {remedy}"
 
 
-def most_pictures(sets: Iterable[Sequence[Prompt]], chat: ChatFormat) -> int:
-    """Return how many pictures a prompt may have; 0 for a model that reads none."""
+def most_pictures(sets: Iterable[Sequence[Prompt]], chat: ChatFormat, played: EnvironmentConfig) -> int:
+    """Return how many pictures a sequence may have, with those of later turns; 0 for a model that reads none."""
     if chat.vision is None:
         return 0
     found = [len(prompt.pictures) for some in sets for prompt in sample_of(some)]
-    return max(1, *found, MANY if any(isinstance(some, LazyPrompts) for some in sets) else 0)
+    own = max(1, *found, MANY if any(isinstance(some, LazyPrompts) for some in sets) else 0)
+    return own + (played.max_images if played.kind() else 0)
 
 
 def load_prompts(data: PromptDataConfig, path: str, key: str) -> Sequence[Prompt]:

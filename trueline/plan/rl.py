@@ -188,7 +188,8 @@ def decide_within(asked: RLConfig, around: PlanInputs, context: int, *, propose:
     config, rollout, layout, roles = resolve(asked, facts, machine, [*trained, *tested.values()], context)
     check_engines(config, "training", *(role.section for role in roles))  # with what the machine has filled in
     readers = {f"{role.name} {role.model.path}": role.facts.family for role in roles}
-    check_sight([one.prompts for one in (*trained, *tested.values())], readers)
+    prompts = [one.prompts for one in (*trained, *tested.values())]
+    config = config.with_keys(check_sight(config.environment, prompts, readers))
     if config.runtime != "local":
         check_devices(layout, machine)
     check_lengths(config, roles, check_rollout(rollout, config.model, facts, machine))

@@ -116,7 +116,8 @@ def plan_sampling(config: Kind, sets: Mapping[str, Sequence[Prompt]], *, scored:
     engines = engine_count(config, reward_roles, machine)
     chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
     readers = {f"model.path={config.model.path}": facts.family}
-    check_sight(sets.values(), readers | {f"{one.name} {one.model.path}": one.facts.family for one in reward_roles})
+    readers |= {f"{one.name} {one.model.path}": one.facts.family for one in reward_roles}
+    config = config.with_keys(check_sight(config.environment, sets.values(), readers))
     sources = {name: measure(prompts, chat) for name, prompts in sets.items()}
     context = contexts(config.environment, config.rollout, facts, machine, dtype)[0]
     lengths = np.concatenate([np.asarray(one.lengths) for one in sources.values()])

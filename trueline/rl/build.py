@@ -160,7 +160,8 @@ def begin_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGro
     groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
     played = config.environment.plays()
     experts, sizes = reads_experts(config.training), (config.seed, plan.cache_bytes())
-    shown = most_pictures([*(one.prompts for one in plan.sources), *plan.evaluation_sets.values()], plan.chat)
+    sets = [*(one.prompts for one in plan.sources), *plan.evaluation_sets.values()]
+    shown = most_pictures(sets, plan.chat, config.environment)
     specified = engine_specs(config.model, plan.rollout, plan.layout, *sizes, structured=played, experts=experts)
     engine = [replace(spec, pictures=shown) for spec in specified]
     engines = processes.engines(ROLLOUT_ENGINES[plan.rollout.engine].target(plan.rollout), engine)

@@ -58,7 +58,7 @@ class EngineSpec:
     structured: bool = False  # requests may have a structure, for which it loads the tokenizer
     speculative: bool = False  # guess tokens from repeated text
     lean_logprobs: bool = False  # keep log-probs on the device until a request ends
-    pictures: int = 0  # of a prompt, at most
+    pictures: int = 0  # of a sequence, at most
 
 
 Request = tuple[str, SamplingParams]  # its name, and how it is sampled
@@ -73,6 +73,7 @@ class NextTurn:
     known: int  # tokens of it that still hold
     new: list[int]
     shown: Stored[Shown] | None = None  # its pictures, if the engine does not know them
+    added: Shown | None = None  # those of the new tokens, if it knows the others
 
 
 Generate = Callable[[list[int], SamplingParams, str, Shown | None], Coroutine[Any, Any, Completion]]
@@ -116,12 +117,15 @@ class RequestBook:
     async def turn(self, prompt: NextTurn, params: SamplingParams, request: str) -> Completion | None:
         """Continue a sequence, or return None if this process does not know it, or no more of it."""
         known = self.sequences.get(prompt.sequence, np.zeros(0, np.int32))
-        if len(known) < prompt.known:
+        shown = self.shown.get(prompt.sequence) if prompt.known else None
+        # An interrupted turn has left pictures here that the known tokens do not show.
+        if len(known) < prompt.known or (shown is not None and shown.length > prompt.known):
             return None
         tokens = np.concatenate([known[: prompt.known], np.array(prompt.new, np.int32)])
-        shown = self.shown.get(prompt.sequence) if prompt.known else None
         if prompt.shown is not None:
             shown = await asyncio.to_thread(prompt.shown.fetch)
+        elif prompt.added is not None:
+            shown = prompt.added.behind(shown, known[: prompt.known].tolist())
         completion = await self.generate(tokens.tolist(), params, request, shown)
         self._remember(prompt.sequence, np.concatenate([tokens, completion.tokens.astype(np.int32)]), shown)
         return completion

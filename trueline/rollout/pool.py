@@ -61,6 +61,7 @@ class SequencePlace:
 
     number: int
     known: int
+    added: Shown | None = None  # the pictures of the tokens behind these
 
 
 Sequenced = tuple[SequencePlace | None, Shown | None]  # where a request continues, and the pictures of its sequence
@@ -225,8 +226,8 @@ class EnginePool:
         completion = None
         for count in dict.fromkeys((known, 0)):  # 0: the engine has forgotten the sequence, or never had it
             if completion is None:
-                sent = None if count else self._by_reference(key.group, shown)
-                prompt = NextTurn(f"{key.request(0)}/{sequence.number}", count, tokens[count:], sent)
+                sent = (None, sequence.added) if count else (self._by_reference(key.group, shown), None)
+                prompt = NextTurn(f"{key.request(0)}/{sequence.number}", count, tokens[count:], *sent)
                 completion = await self.actors[place].call(RolloutEngine.generate_turn, prompt, params, name)
         assert completion is not None, "every engine knows no tokens of a sequence"
         holders[sequence.number] = here

@@ -6,18 +6,20 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from trueline.config.base import ConfigError
 from trueline.data.chat import ChatFormat, OpenPrompt
 from trueline.data.messages import Message, Talk, Tool, content_of
-from trueline.data.pictures import Picture, Shown, image_parts
+from trueline.data.pictures import MOST_PIXELS, Picture, Setting, Shown, bare, payloads_of, read_data_url
 from trueline.data.types import Completion, Dialogue, Trajectory
 from trueline.environments.base import OutOfBudget, Policy, Reply, Structure, as_said
 from trueline.rollout.engine import SamplingParams
 from trueline.rollout.pool import EnginePool, RolloutKey, SequencePlace
 
 TURNS, TURN_TOKENS = "environment.max_turns", "environment.max_turn_tokens"  # keys of limits
-TOKENS, CONTEXT = "rollout.max_new_tokens", "rollout.max_prompt_tokens"
+TOKENS, CONTEXT, IMAGES = "rollout.max_new_tokens", "rollout.max_prompt_tokens", "environment.max_images"
 Wording = Callable[[str], Message]  # makes the message by which others know a reply from its text
 
 
@@ -28,6 +30,8 @@ class EpisodeLimits:
     context: int  # tokens of one sequence, with its prompt and all observations
     turns: int = 1
     turn_tokens: int | None = None
+    images: int = 0  # of one sequence, beside those of the row
+    max_pixels: int = MOST_PIXELS  # of one of them; a larger one is made smaller
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +81,13 @@ class Turn:
 
     def length(self) -> int:
         return len(self.sequence.record.tokens) + len(self.prompt.tokens)
+
+    def pictures(self) -> Shown | None:
+        """Return the pictures of the sequence, with those of the new messages."""
+        before, added = self.sequence.shown, self.prompt.shown
+        if added is None or not len(self.sequence.record.tokens):
+            return added or before
+        return added.behind(before, self.sequence.record.tokens.tolist())
 
 
 @dataclass(slots=True, eq=False)
@@ -153,10 +164,10 @@ class Session(Policy):
         """Sample from the tokens of the sequence, which engines may have cached, and those of the new messages."""
         sampling = replace(params, seed=self.key.turn_seed(number), max_new_tokens=min(self._room(turn).values()))
         known, new = turn.sequence.record.tokens, turn.prompt.tokens
-        place = SequencePlace(turn.sequence.number, len(known)) if self.limits.turns > 1 else None
+        added = turn.prompt.shown
+        place = SequencePlace(turn.sequence.number, len(known), added) if self.limits.turns > 1 else None
         with NotedFailure(self.engine_failures):
-            tokens, shown = [*known.tolist(), *new], turn.sequence.shown
-            return await self.pool.generate(tokens, sampling, self.key, number, place, shown)
+            return await self.pool.generate([*known.tolist(), *new], sampling, self.key, number, place, turn.pictures())
 
     def _record(self, turn: Turn, completion: Completion, text: str, message: Message, spelled: Message) -> Reply:
         sequence, before = turn.sequence, turn.length()
@@ -167,9 +178,10 @@ class Session(Policy):
             if self.sequences:
                 self.trajectory.branches.append(sequence.record)
             else:
-                self.trajectory.pictures = sequence.record.pictures
                 sequence.record = self.trajectory
             self.sequences.append(sequence)
+        sequence.shown = turn.pictures()
+        sequence.record.pictures = sequence.shown.pictures if sequence.shown else ()
         sequence.record.add_action(completion, turn.prompt.tokens)
         sequence.sampled += len(completion.tokens)
         self.trajectory.reply, self.last, self.closing = text, sequence, []
@@ -195,7 +207,7 @@ class Session(Policy):
     def record_talk(self) -> None:
         if self.last is not None:
             self.trajectory.talk = self.talk()
-            self.trajectory.turns = [*self.last.spelled[self.last.opening :], *self.closing]
+            self.trajectory.turns = bare([*self.last.spelled[self.last.opening :], *self.closing])
 
     def dialogues(self) -> list[Dialogue]:
         """Return each conversation that no other continues, with all replies as sampled."""
@@ -228,7 +240,9 @@ class Session(Policy):
         if known is not None:
             new, last = messages[len(known.said) :], int(known.record.tokens[-1])
             # A picture's token that the policy sampled cannot stand within a prompt.
-            following = None if chat.is_picture(last) else known.chat.follow(known.prompt, known.reply, new, last)
+            if not chat.is_picture(last):
+                pictures = self._pictures_of(new, known.said)
+                following = known.chat.follow(known.prompt, known.reply, new, last, pictures)
         if known is None or following is None:
             return [self._first_turn(messages, tools, chat), *others]
         turn, most = Turn(known, new, following), self.params.max_new_tokens
@@ -249,18 +263,26 @@ class Session(Policy):
         # The messages before the first reply of the episode: those that another sequence began with, or all.
         openings = [one.opening for one in self.sequences if one.matches(messages, one.opening)]
         opening = max((count for count in openings if count < len(messages)), default=len(messages))
-        record = Trajectory(
-            self.trajectory.prompt, self.key.group, pictures=prompt.shown.pictures if prompt.shown else ()
-        )
+        record = Trajectory(self.trajectory.prompt, self.key.group)
         self.begun += 1
-        sequence = TokenSequence(
-            record, chat, tools, len(messages), opening, prompt, number=self.begun, shown=prompt.shown
-        )
+        sequence = TokenSequence(record, chat, tools, len(messages), opening, prompt, number=self.begun)
         return Turn(sequence, messages, prompt)
 
-    def _pictures_of(self, messages: list[Message]) -> tuple[Picture, ...]:
-        """Return the pictures of a conversation: those of the row, or none."""
-        return self.trajectory.prompt.pictures if any(True for _ in image_parts(messages)) else ()
+    def _pictures_of(self, messages: list[Message], before: Sequence[Message] = ()) -> tuple[Picture, ...]:
+        """Return the pictures of messages behind others; image parts without one show those of the row, in order."""
+        (known, new), row = map(payloads_of, (before, messages)), self.trajectory.prompt.pictures
+        if new and self.chat.vision is None:
+            model = self.chat.tokenizer.name_or_path
+            raise ConfigError(f"it shows a picture, but {model} reads only text: leave it out, or use another model")
+        if (unknown := [*known, *new].count(None) - len(row)) > 0:
+            raise ConfigError(f"{unknown} image parts have no picture: give them one, as a data URL")
+        if (shown := sum(one is not None for one in (*known, *new))) > self.limits.images:
+            raise ConfigError(
+                f"it shows {shown} pictures in one sequence, beside those of the row, but {IMAGES}="
+                f"{self.limits.images} (0 if a critic, teacher or reward model reads none): raise it, or show fewer"
+            )
+        rest, setting = iter(row[known.count(None) :]), Setting("a picture", Path(), self.limits.max_pixels)
+        return tuple(next(rest) if one is None else read_data_url(str(one), setting) for one in new)
 
     def _context_words(self) -> str:
         return f"a sequence may have {self.limits.context} (rollout.max_prompt_tokens + rollout.max_new_tokens)"
@@ -288,7 +310,7 @@ def longest(sequences: list[TokenSequence]) -> TokenSequence | None:
 def message_key(message: Message) -> tuple[Any, ...]:
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     named = [(call.get("name"), read_arguments(call.get("arguments"))) for call in calls]
-    return message.get("role"), content_of(message), named, message.get("tool_call_id")
+    return message.get("role"), content_of(message), payloads_of([message]), named, message.get("tool_call_id")
 
 
 def read_arguments(arguments: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from trueline.data.batching import find_families
 from trueline.data.messages import content_of
-from trueline.data.pictures import Picture
+from trueline.data.pictures import Picture, bare
 from trueline.data.types import PICTURES, Kin, Outcome, Sample, Trajectory, is_filled, to_samples
 from trueline.environments.single_turn import reward_call
 from trueline.runtime.actors import Stored
@@ -172,7 +172,8 @@ def join_fields(samples: Sequence[Sample], names: Sequence[str]) -> Arrays:
 def transcript(trajectory: Trajectory, purpose: str) -> Transcript:
     several = trajectory.dialogues if len(trajectory.dialogues) > 1 else []
     conversations = [
-        {"number": number, "prompt": one.prompt, "turns": one.completion} for number, one in enumerate(several, start=1)
+        {"number": number, "prompt": bare(one.prompt), "turns": bare(one.completion)}
+        for number, one in enumerate(several, start=1)
     ]
     return {
         "purpose": purpose,

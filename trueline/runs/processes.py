@@ -140,7 +140,7 @@ class RolloutWorker(GroupWorker):
             share_of_rewards(config.reward, rollout.workers), [role for role, _ in spec.judges], groups, logs
         )
         environment = environment_of(played, rewards, chat, logs, rollout.engine)
-        super().__init__(Episodes(pool, chat, episode_budget(config.environment, rollout)), environment)
+        super().__init__(Episodes(pool, chat, episode_budget(config, rollout)), environment)
 
     async def sample(self, spec: SamplerSpec, numbered: Numbered, place: int, engine: int | None) -> tuple[Any, ...]:
         try:
@@ -253,13 +253,14 @@ def open_worker_here(
         stack.callback(lambda: loop.run(rewards.stop(), "stopping rewards"))
         environment = environment_of(plan.config.environment, rewards, plan.chat, logs, plan.rollout.engine)
         stack.callback(lambda: loop.run(environment.stop(), "stopping the environment"))
-        episodes = Episodes(pool, plan.chat, episode_budget(plan.config.environment, plan.rollout))
+        episodes = Episodes(pool, plan.chat, episode_budget(plan.config, plan.rollout))
         yield RolloutWorkers([LocalActor("rollouts", GroupWorker(episodes, environment))], pool)
 
 
-def episode_budget(environment: EnvironmentConfig, rollout: ResolvedRollout) -> EpisodeLimits:
-    turns = environment.max_turns if environment.kind() else 1
-    return EpisodeLimits(rollout.longest(), turns, environment.max_turn_tokens)
+def episode_budget(config: RLConfig | SamplingConfig, rollout: ResolvedRollout) -> EpisodeLimits:
+    played = config.environment
+    turns, images = (played.max_turns, played.max_images) if played.kind() else (1, 0)
+    return EpisodeLimits(rollout.longest(), turns, played.max_turn_tokens, images, config.data.max_pixels)
 
 
 def role_group(

@@ -139,7 +139,12 @@ BAD: dict[str, tuple[Any, str]] = {
         "https://example.org/cat.png",
         r"'https://example\.org/cat\.png' is not on this machine.*: download it",
     ),
-    "data URL": ("data:image/png;base64,AAAA", r"is not on this machine"),
+    "data URL": ("data:image/png;base64,AAAA", r"its data URL of 3 bytes is no image that Pillow knows: replace"),
+    "no base64": ("data:image/png;base64,%%%%", r"its data URL is damaged \(.*\): encode it in base64 again"),
+    "no data": (
+        "data:image/png,AAAA",
+        r"'data:image/png,AAAA' is no data URL, .*: give its content, as data:image/png",
+    ),
     "number": (3.5, r"is of type float \(3\.5\): give a path, bytes, a PIL image"),
     "empty structure": ({"bytes": None, "path": None}, r"has neither bytes nor a path \(.*\): give one of them"),
 }

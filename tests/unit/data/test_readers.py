@@ -164,7 +164,7 @@ def test_arguments_are_an_object_whichever_way_they_are_written(flat: bool, writ
         (calling() | {"tool_calls": []}, "its text is empty"),
         ({"role": "assistant", "tool_calls": []}, "expected role and content"),
         ({"role": "assistant", "content": "", "tool_calls": None}, "its text is empty"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "part 1 of its content has type 'image_url'"),
+        ({"role": "user", "content": [{"type": "audio"}]}, "part 1 of its content has type 'audio'"),
         ({"role": "user", "content": [{"type": "text", "text": " "}]}, "its text is empty"),
         ({"role": "user", "content": [{"type": "text"}]}, "part 1 of its content"),
     ],

@@ -504,7 +504,7 @@ def test_definitions_of_tools_stay_apart() -> None:
 
 USER = {"role": "user", "content": "hello"}
 NAMELESS = {"role": "assistant", "tool_calls": [{}]}
-IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+SOUND = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
 
 
 @pytest.mark.parametrize(
@@ -521,8 +521,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
         ({"messages": [USER, {"content": "hello"}]}, "messages", r"messages\[1\]: role must be one of"),
         ({"messages": [USER | {"role": "narrator"}]}, "messages", "found 'narrator'"),
         ({"messages": [USER | {"role": ["user"]}]}, "messages", "role must be one of"),
-        ({"messages": [USER | {"content": 5}]}, "messages", "must be text, null or a list of text parts"),
-        ({"messages": [USER | {"content": [IMAGE]}]}, "messages", r"messages\[0\]: part 1 .*'image_url', not text"),
+        ({"messages": [USER | {"content": 5}]}, "messages", "must be text, null or a list of text and image"),
+        ({"messages": [USER | {"content": [SOUND]}]}, "messages", r"messages\[0\]: part 1 .*'input_audio', not text"),
         ({"messages": [NAMELESS]}, "messages", "tool call 1: expected a function name"),
         ({"messages": [USER], "tools": {}}, "tools", "must be of type list"),
         ({"messages": [USER], "tools": [{"type": "web_search"}]}, "tools", r"tools\[0\] must be of the form"),

@@ -1,15 +1,20 @@
-"""Runs that are named as models: which checkpoint is taken, for which keys."""
+"""Runs that are named as models, which checkpoint is taken, for which keys; and who sees how many pictures."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from trueline.config.base import ConfigError
+from trueline.config.environment import EnvironmentConfig
 from trueline.config.rl import RLConfig
 from trueline.config.sampling import ServingConfig
 from trueline.config.supervised import DistillRunConfig
-from trueline.plan.inputs import resolve_run_as_model
+from trueline.data.pictures import Picture
+from trueline.data.types import Prompt
+from trueline.plan.inputs import check_sight, most_pictures, resolve_run_as_model
 
 
 def make_run(folder: Path, losses: dict[int, float], checkpoint: str = "{}") -> Path:
@@ -83,3 +88,23 @@ def test_a_run_without_a_checkpoint_is_refused_and_other_names_stay(
     (tmp_path / "model").mkdir()
     config = RLConfig.parse({"model": {"path": "model"}, "teacher": {"path": "a/b"}, "reward": {"function": "math"}})
     assert resolve_run_as_model(config) == (config, [])
+
+
+def test_later_turns_show_no_pictures_where_a_model_of_the_run_reads_none() -> None:
+    """A critic would value what it has not seen; text is no matter."""
+    played = EnvironmentConfig(function="file.py:Game")
+    families = {"critic one": "", "reward model two": "idefics3"}
+    assert check_sight(played, [[]], families) == {"environment": {"max_images": 0}}
+    assert (
+        check_sight(played, [[]], {"critic one": "idefics3"}) == check_sight(EnvironmentConfig(), [[]], families) == {}
+    )
+
+
+def test_engines_admit_the_pictures_of_later_turns() -> None:
+    chat: Any = SimpleNamespace(vision=object())
+    prompts = [[Prompt(0, [], pictures=(Picture(b"", 1, 1),) * count) for count in (0, 3)]]
+    played = EnvironmentConfig(tools=["python"], max_images=5)
+    assert most_pictures(prompts, chat, EnvironmentConfig(max_images=5)) == 3
+    assert most_pictures(prompts, chat, played) == 8
+    chat.vision = None
+    assert most_pictures(prompts, chat, played) == 0

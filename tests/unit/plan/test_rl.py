@@ -749,7 +749,7 @@ def test_an_agents_own_system_prompt_fits_by_default(
 ) -> None:
     """The context is the model's, not that of the data's longest row, and the limit reaches engine and session."""
     plan = elsewhere(64, agent)
-    assert plan.rollout.longest() == SMOLLM2.context == episode_budget(plan.config.environment, plan.rollout).context
+    assert plan.rollout.longest() == SMOLLM2.context == episode_budget(plan.config, plan.rollout).context
     assert all(
         spec.context == SMOLLM2.context for spec in engine_specs(plan.config.model, plan.rollout, plan.layout, 0)
     )
@@ -760,7 +760,7 @@ def test_an_agents_own_system_prompt_fits_by_default(
         system = {"role": "system", "content": "s" * SMOLAGENTS_TOKENS}
         return EpisodeResult(float((await policy.reply([system, *prompt.messages])).text == "2"))
 
-    table = Table(tokenizer, CHATML, "2", context=episode_budget(plan.config.environment, plan.rollout).context)
+    table = Table(tokenizer, CHATML, "2", context=episode_budget(plan.config, plan.rollout).context)
     assert table.run(briefed, longest=plan.rollout.max_new_tokens).reward == 1.0
 
 

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared._httpx_utils import create_mcp_http_client
-from mcp.types import CONNECTION_CLOSED, CallToolResult, TextContent
+from mcp.types import CONNECTION_CLOSED, CallToolResult, ImageContent, TextContent
 
 from trueline.data.messages import Tool
+from trueline.environments.tools.contents import Part
 from trueline.environments.tools.interpreter import EPISODE
 from trueline.environments.tools.schemas import UnfitTool
 from trueline.usercode.failures import PolicyError
@@ -165,15 +166,20 @@ class McpServer:
         ]
         return [{"type": "function", "function": function} for function in functions]
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return a tool's result as text; an error that the server reports goes to the policy, as MCP defines."""
+    async def call(self, name: str, arguments: dict[str, Any]) -> str | list[str | Part]:
+        """Return a tool's texts and images; an error that the server reports goes to the policy, as MCP defines."""
         key = EPISODE.get() if self.by_episode else EVERYBODY
         result = await asyncio.wrap_future(self._run(self._call(key, name, arguments)))
-        blocks = [block.text if isinstance(block, TextContent) else f"[{block.type}]" for block in result.content]
-        text = self.address.redact("\n".join(blocks))
+        blocks = [self._read(block) for block in result.content]
+        texts = [block for block in blocks if isinstance(block, str)]
         if result.is_error:
-            raise PolicyError(text)
-        return text
+            raise PolicyError("\n".join(texts))
+        return "\n".join(texts) if len(texts) == len(blocks) else blocks
+
+    def _read(self, block: Any) -> str | Part:
+        if isinstance(block, ImageContent):
+            return {"type": "image", "image": f"data:{block.mime_type};base64,{block.data}"}
+        return self.address.redact(block.text) if isinstance(block, TextContent) else f"[{block.type}]"
 
     async def _call(self, key: str, name: str, arguments: dict[str, Any]) -> CallToolResult:
         """Make a call, once more over a new connection where the server ends meanwhile."""

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from trueline.data.messages import Tool
 from trueline.environments.tools.calls import as_json
+from trueline.environments.tools.contents import Part, shows_pictures, write_parts
 from trueline.environments.tools.interpreter import EPISODE, PythonTool
 from trueline.environments.tools.schemas import UnfitTool, schema_of, wrong_arguments
 from trueline.monitoring.user_files import PICKLED
-from trueline.usercode.failures import NoSuchFunction, PolicyError, ToolRaised
+from trueline.usercode.failures import NoSuchFunction, PolicyError, ToolRaised, WrongResult
 from trueline.usercode.loading import Function, Parameters, load_function
 
 if TYPE_CHECKING:  # an extra, which takes a second to import
@@ -45,16 +46,20 @@ class Toolbox:
     def describe(self) -> dict[str, Any]:
         return {"plays": "tools", "schemas": [schema for schema, _ in self.tools.values()], "required": []}
 
-    async def call(self, episode: str, name: str, arguments: Arguments) -> str:
-        """Return a tool's result as text, or raise PolicyError, or ToolRaised where a user's tool fails."""
+    async def call(self, episode: str, name: str, arguments: Arguments, sees: bool = True) -> str | list[Part]:
+        """Return a tool's result as text or parts, or raise PolicyError, or ToolRaised where a user's tool fails."""
         if name not in self.tools:
             raise PolicyError(f"There is no tool {name!r}; there are {', '.join(self.tools)}.")
         EPISODE.set(episode)
         try:
             result = await self.tools[name][1](arguments)
+            if shows_pictures(result) and not sees and name not in self.users:  # the choice of a server's author
+                return "\n".join(part if isinstance(part, str) else "[image]" for part in result)
+            if shows_pictures(result):
+                return write_parts(result, f"what the tool {name!r} returned")
             return result if isinstance(result, str) else as_json(result)
         except Exception as error:
-            if name not in self.users or isinstance(error, PolicyError):
+            if name not in self.users or isinstance(error, PolicyError | WrongResult):
                 raise
             traceback.print_exception(error)  # into the log; the model gets its last line
             raise ToolRaised("".join(traceback.format_exception_only(error)).strip()) from error
