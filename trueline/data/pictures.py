@@ -127,20 +127,8 @@ def pictures_of(urls: Any) -> tuple[Picture, ...]:
     """Return the pictures of a reward's call, which may come from the network."""
     if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
         raise ConfigError(f"images is a list of data URLs, got {urls!r:.80}")
-    return tuple(map(picture_of, urls))
-
-
-@lru_cache(MOST_WRITTEN)
-def picture_of(url: str) -> Picture:
-    """Return what `data_url` wrote."""
     setting = Setting("a picture of the call", Path(), MOST_PIXELS)
-    try:
-        data = base64.b64decode(url.partition(",")[2])
-    except ValueError as error:
-        raise ConfigError(
-            f"{setting.where}: {url!r:.80} is no data URL ({error}): write its content in base64"
-        ) from None
-    return make_picture(data, "its content", setting)
+    return tuple(read_data_url(url, setting) for url in urls)
 
 
 def blank_picture() -> Picture:

@@ -136,6 +136,7 @@ class FunctionReward:
         self.queue: asyncio.Queue[QueuedCall] = asyncio.Queue()
         self.unsettled: set[QueuedCall] = set()
         self.workers: list[asyncio.Task[None]] = []
+        self.unseen = ""  # what of a call the function does not take, and is too large to send
 
     async def score(self, call: Call) -> float:
         if self.is_closed:
@@ -158,7 +159,9 @@ class FunctionReward:
             except UserCodeFailure as failure:
                 first.settle(self._failure(failure))
                 continue
-            more = self.config.batch - 1 if is_batched(Parameters(**host.about)) else 0
+            parameters = Parameters(**host.about)
+            self.unseen = "" if parameters.takes(IMAGES) else IMAGES
+            more = self.config.batch - 1 if is_batched(parameters) else 0
             batch = [first, *(self.queue.get_nowait() for _ in range(min(self.queue.qsize(), more)))]
             if wanted := [queued for queued in batch if not queued.reward.done()]:
                 await self._score_batch(host, wanted)
@@ -166,8 +169,7 @@ class FunctionReward:
     async def _score_batch(self, host: Host, batch: list[QueuedCall]) -> None:
         """Settle all calls of a batch; a function that hangs or dies is called again, for each call by itself."""
         try:
-            unseen = () if Parameters(**host.about).takes(IMAGES) else (IMAGES,)
-            calls = [{name: value for name, value in one.call.items() if name not in unseen} for one in batch]
+            calls = [{name: value for name, value in one.call.items() if name != self.unseen} for one in batch]
             results = await host.call(RewardCode.score, {"calls": calls})
         except UserCodeFailure as failure:
             if len(batch) == 1:

@@ -94,7 +94,7 @@ def test_calls_without_the_right_pictures_fail_by_themselves(tmp_path: Path) -> 
         (call("a"), "show 1 pictures, but it reads 0"),
         (call("a", 1, 2), "show 1 pictures, but it reads 2"),
         (call("a", images=7), "images is a list of data URLs, got 7"),
-        (call("a", images=["data:image/png;base64,AAAAA"]), "no data URL"),
+        (call("a", images=["data:image/png;base64,AAAAA"]), "its data URL is damaged"),
         (call("a", images=["data:image/png;base64,AAAA"]), "no image that Pillow knows"),
         (call("<image>", 1), "image parts"),
     ]
