@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from trueline.config.base import ConfigError
 from trueline.data.messages import Message, Tool, called_functions, content_of, texts_of
-from trueline.data.pictures import Picture, PictureTokens, Shown, count_placeholders, image_parts
+from trueline.data.pictures import Picture, Pictures, PictureTokens, Shown, count_placeholders, image_parts
 from trueline.data.template import (
     END_OF_THOUGHT,
     MARK,
@@ -25,7 +25,6 @@ from trueline.monitoring.findings import Finding
 
 Learn = Literal["all", "last"]
 Piece = tuple[list[int], bool]  # tokens, and whether they are learned
-Pictures = tuple[Picture, ...]
 UNLIKE_ANY = "\0"  # no completion begins with it
 COUNTED = 1000  # prompts tokenized at a time
 MOST_BEGUN = 256

@@ -45,11 +45,14 @@ class Picture:
         return decode(self.data)
 
 
+Pictures = tuple[Picture, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Shown:
     """The pictures of a sequence as engines take them: they write the tokens of pictures themselves."""
 
-    pictures: tuple[Picture, ...]
+    pictures: Pictures
     brief: list[int]  # the tokens up to the end of its last prompt with pictures, with one placeholder for each
     length: int  # of these as the model sees them
 
@@ -123,7 +126,7 @@ def picture_file(picture: Picture) -> str:
     return f"{PICTURES}/{sha256(picture.data).hexdigest()}.{picture.kind()}"
 
 
-def pictures_of(urls: Any) -> tuple[Picture, ...]:
+def pictures_of(urls: Any) -> Pictures:
     """Return the pictures of a reward's call, which may come from the network."""
     if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
         raise ConfigError(f"images is a list of data URLs, got {urls!r:.80}")
@@ -172,9 +175,7 @@ def image_parts(messages: Sequence[Message]) -> Iterator[tuple[Message, dict[str
                 yield message, part
 
 
-def take_pictures(
-    located: Located, messages: list[Message], max_pixels: int
-) -> tuple[list[Message], tuple[Picture, ...]]:
+def take_pictures(located: Located, messages: list[Message], max_pixels: int) -> tuple[list[Message], Pictures]:
     """Return messages with placeholders, and their pictures in the same order; most rows have none."""
     if not has_pictures(located, messages):
         return messages, ()

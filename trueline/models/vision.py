@@ -14,18 +14,13 @@ from torch import Tensor
 
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
-from trueline.data.pictures import Picture, PictureTokens, blank_picture
+from trueline.data.pictures import Picture, Pictures, PictureTokens, blank_picture
 from trueline.data.sources import first_line
 from trueline.data.types import to_device
 
 CLASS = "AutoModelForImageTextToText"
-TEXT_FIELDS = {
-    "input_ids",
-    "attention_mask",
-    "token_type_ids",
-    "mm_token_type_ids",
-    "num_crops",
-}  # of a processor's output, not for the tower
+# Of a processor's output, not for the tower.
+TEXT_FIELDS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "num_crops"}
 PARTS = ("tower", "projector")
 VIDEOS = "video_processor"  # a part of some processors
 TOKEN_KEYS = ("image_token_id", "image_token_index")  # of configurations
@@ -103,8 +98,6 @@ def count_tower(tower: Tower, family: str, sizes: dict[str, int]) -> Tower:
 
 
 MERGERS = ("model.visual.merger.", "model.visual.deepstack_merger_list.")
-
-
 VISION_FAMILIES = {  # by model_type in config.json
     **dict.fromkeys(("idefics3", "smolvlm"), Family("model.vision_model.", ("model.connector.",), axis=1)),
     "llava": Family("model.vision_tower.", ("model.multi_modal_projector.",), axis=0),
@@ -208,19 +201,17 @@ class Vision(PictureTokens):
         except ValueError as error:  # such as of a picture that is only a line
             raise ConfigError(f"the model's processor refuses its pictures ({error}): replace or delete them") from None
 
-    def arrays(self, sequences: Sequence[tuple[Picture, ...]]) -> dict[str, np.ndarray]:
+    def arrays(self, sequences: Sequence[Pictures]) -> dict[str, np.ndarray]:
         """Return the arrays of all pictures of a pass, in its order; the same pictures are processed once."""
         distinct = {pictures: self._arrays(pictures) for pictures in sequences if pictures}
         parts = [distinct[pictures] for pictures in sequences if pictures]
         return {name: join([part[name] for part in parts], self.family.axis) for name in parts[0]}
 
-    def _arrays(self, pictures: tuple[Picture, ...]) -> dict[str, np.ndarray]:
+    def _arrays(self, pictures: Pictures) -> dict[str, np.ndarray]:
         found = self._process(self.placeholder * len(pictures), pictures)
         return {name: array for name, array in found.items() if name not in TEXT_FIELDS}
 
-    def pixels(
-        self, sequences: Sequence[tuple[Picture, ...]], dtype: torch.dtype, device: torch.device
-    ) -> dict[str, Tensor]:
+    def pixels(self, sequences: Sequence[Pictures], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
         """Return the arguments of a model's forward pass."""
         tensors = {name: torch.from_numpy(array) for name, array in self.arrays(sequences).items()}
         return {
@@ -228,14 +219,9 @@ class Vision(PictureTokens):
         }
 
     def places(
-        self,
-        backbone: Any,
-        tokens: Tensor,
-        lengths: list[int],
-        pictures: Sequence[tuple[Picture, ...]],
-        grids: Tensor,  # [pictures of the pass, 3]
+        self, backbone: Any, tokens: Tensor, lengths: list[int], pictures: Sequence[Pictures], grids: Tensor
     ) -> Tensor:
-        """Return positions in three dimensions, [N, 3]: those that the model gives each sequence by itself."""
+        """Return positions [N, 3] as the model gives each sequence by itself; grids are [pictures, 3]."""
         found, shown = [], grids.cpu().split([len(one) for one in pictures])
         for sequence, own in zip(tokens.cpu().split(lengths), shown, strict=True):
             kinds = (sequence == self.token).int()
@@ -245,14 +231,12 @@ class Vision(PictureTokens):
     def inputs(self, tokens: Tensor, lengths: list[int]) -> Tensor:
         """Return what the model reads: an image token that ends a sequence was sampled, and shows no picture."""
         last = to_device(torch.tensor(lengths).cumsum(0) - 1, tokens.device)
-        ends = tokens[last]
-        return tokens.index_copy(
-            0, last, ends.where(ends != self.token, (self.token + 1) % len(self.processor.tokenizer))
-        )
+        ends, another = tokens[last], (self.token + 1) % len(self.processor.tokenizer)
+        return tokens.index_copy(0, last, ends.where(ends != self.token, another))
 
     def add_blank(
         self, tokens: Tensor, mask: Tensor, lengths: list[int]
-    ) -> tuple[Tensor, Tensor, list[int], list[tuple[Picture, ...]]]:
+    ) -> tuple[Tensor, Tensor, list[int], list[Pictures]]:
         """Add a sequence with a black picture, of which nothing is learned, to a pass without pictures.
 
         Ranks gather the tower's weights and reduce its gradients together, also if only some have pictures.

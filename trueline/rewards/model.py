@@ -17,7 +17,7 @@ from trueline.data.chat import ChatFormat, Encoded
 from trueline.data.encoding import encode_completion, encode_labelled, to_tensors
 from trueline.data.formats import StepRated
 from trueline.data.messages import Message, Tool
-from trueline.data.pictures import Picture, image_parts, pictures_of
+from trueline.data.pictures import Pictures, image_parts, pictures_of
 from trueline.data.types import Sample
 from trueline.rewards.base import IMAGES, BatchedReward, Call, RewardFailure, Score
 
@@ -112,7 +112,7 @@ class ModelReward(BatchedReward):
             )
         return sample
 
-    def _pictures(self, call: Call) -> tuple[Picture, ...]:
+    def _pictures(self, call: Call) -> Pictures:
         """Return the pictures that the messages show, or refuse those that are missing or not read."""
         if not (shown := sum(1 for _ in image_parts(call["messages"]))):
             return ()
@@ -122,9 +122,7 @@ class ModelReward(BatchedReward):
             raise ConfigError(f"the messages show {shown} pictures, but it reads {reads}: give it what it reads")
         return pictures
 
-    def _encode_reply(
-        self, reply: str, messages: list[Message], tools: list[Tool], pictures: tuple[Picture, ...]
-    ) -> Sample:
+    def _encode_reply(self, reply: str, messages: list[Message], tools: list[Tool], pictures: Pictures) -> Sample:
         """Encode a call as `rm` trains on it; an empty reply, which it never saw, is the end token alone."""
         if not reply.strip():
             tokens = [*self.chat.begin(messages, tools, pictures).tokens, *self.chat.completion_tokens("")]
@@ -132,9 +130,7 @@ class ModelReward(BatchedReward):
         turn = [{"role": "assistant", "content": reply}]
         return to_tensors(encode_completion(self.chat, messages, turn, "the reply", tools, pictures))
 
-    def _encode_steps(
-        self, reply: str, messages: list[Message], tools: list[Tool], pictures: tuple[Picture, ...]
-    ) -> Sample:
+    def _encode_steps(self, reply: str, messages: list[Message], tools: list[Tool], pictures: Pictures) -> Sample:
         """Encode a call as `prm` trains on it; a reply without text is one empty step."""
         steps = [step for step in reply.split(self.separator) if step.strip()] or [""]
         record = StepRated(messages, steps, [0.0] * len(steps), "the reply", tools, pictures)

@@ -398,12 +398,9 @@ def engine_options(spec: EngineSpec, on_gpu: bool) -> dict[str, Any]:
         **({"structured_outputs_config": STRUCTURES} if spec.structured else {}),
         **({"enable_return_routed_experts": True} if spec.experts else {}),
         **({"speculative_config": NGRAMS} if spec.speculative else {}),
-        **(picture_options(spec) if spec.pictures else {}),
+        **({"limit_mm_per_prompt": {"image": spec.pictures, "video": 0}} if spec.pictures else {}),
+        **({"mm_processor_cache_gb": PROCESSED_GIB} if spec.pictures else {}),
     }
-
-
-def picture_options(spec: EngineSpec) -> dict[str, Any]:
-    return {"limit_mm_per_prompt": {"image": spec.pictures, "video": 0}, "mm_processor_cache_gb": PROCESSED_GIB}
 
 
 def on_gpu_options(spec: EngineSpec) -> dict[str, Any]:
