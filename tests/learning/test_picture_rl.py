@@ -76,12 +76,15 @@ def test_every_preset_trains_on_what_the_engine_saw(preset: str, home: Path) -> 
 
 
 @pytest.mark.models
-@pytest.mark.parametrize("family", ["idefics3", "llava"])
+@pytest.mark.parametrize("family", [pytest.param(one, marks=pytest.mark.slow) for one in WITH_PICTURES])
 def test_a_family_is_sampled_and_trained(family: str, tmp_path: Path) -> None:
     keys = [*TRAINED, "algorithm.group_size=8", "rollout.max_new_tokens=16"]
+    # A part of its layers is recurrent.
+    keys += ["training.packing=false", "reference.packing=false"] if family == "qwen3_5" else []
     assert start(make_home(tmp_path, family), "grpo", *keys, name="run") == 0
-    gaps = [row["mismatch/logprob_gap_max"] for row in metrics(tmp_path, "run")[-2:]]
-    assert max(gaps) < 1e-4 and metrics(tmp_path, "run")[-2]["grad_norm"] > 0
+    rows = metrics(tmp_path, "run")[-2:]
+    assert max(row["mismatch/logprob_gap_max"] for row in rows) < 1e-4
+    assert any(row["grad_norm"] > 0 for row in rows)  # in one of them, some rewards may be equal
     check_cell(WITH_PICTURES[family], "GRPO step", "exact")
 
 
