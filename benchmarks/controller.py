@@ -26,6 +26,7 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 
 from trueline.cli import main as trueline
 from trueline.data.batching import FILLER, MicroBatch, SampleReader, collate
+from trueline.data.pictures import Shown
 from trueline.data.types import Completion
 from trueline.rl import build
 from trueline.rl.trainer import RLTrainer
@@ -53,7 +54,9 @@ class MadeUpEngine(RolloutEngine):
         self.tokens = self.random.integers(*WORDS, 2**20 + spec.context)
         self.logprobs = -self.random.random(len(self.tokens), np.float32)
 
-    async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+    async def generate(
+        self, tokens: list[int], params: SamplingParams, request: str, shown: Shown | None = None
+    ) -> Completion:
         first, count = int(self.random.integers(2**20)), params.max_new_tokens
         part = slice(first, first + count)
         return Completion(self.tokens[part], self.logprobs[part], np.full(count, self.version, np.int32), "stop")

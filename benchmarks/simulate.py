@@ -33,6 +33,7 @@ import numpy as np
 from random_model import make_parser, write_result
 
 from trueline.data.loader import Order
+from trueline.data.pictures import Shown
 from trueline.data.types import INTERRUPTED, Completion, Prompt, Trajectory
 from trueline.environments.base import Environment
 from trueline.monitoring.ledger import Ledger
@@ -204,7 +205,9 @@ class SimulatedEngine(RayActor[RolloutEngine]):
         await asyncio.sleep(max(self.ready_at - self.clock.loop.time(), 0.0))
         return 1
 
-    async def generate(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+    async def generate(
+        self, tokens: list[int], params: SamplingParams, request: str, shown: Shown | None = None
+    ) -> Completion:
         before = self.load.max_new_tokens - params.max_new_tokens  # of a completion that goes on
         length = max(self.load.length(request.partition(".")[0], self.load.max_new_tokens) - before, 1)
         life = self.life

@@ -35,6 +35,7 @@ from trueline.training.worker import Worker, WorkerSpec
 SETTINGS = {"reward": LossSettings(1.0, RewardModelConfig()), "steps": LossSettings()}
 LOSSES = {"reward": "reward_model", "steps": "process_reward"}
 PACKING = [(family, packing) for family in MAKERS for packing in (True, False) if not (packing and family in UNPACKED)]
+QUICK = ("idefics3", "qwen2_5_vl")
 
 
 class Case(NamedTuple):
@@ -106,7 +107,9 @@ def bare_loss(case: Case, backbone: Any, head: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("head", SETTINGS)
-@pytest.mark.parametrize(("family", "packing"), PACKING)
+@pytest.mark.parametrize(
+    ("family", "packing"), [one if one[0] in QUICK else pytest.param(*one, marks=pytest.mark.slow) for one in PACKING]
+)
 def test_loss_and_gradient_are_those_of_a_bare_backbone(
     family: str, packing: bool, head: str, models: Callable[[str], str]
 ) -> None:

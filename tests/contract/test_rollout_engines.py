@@ -386,6 +386,7 @@ from trueline.rollout.engine import EngineSpec, SamplingParams
 
 class Output:
     finished, num_cached_tokens, prompt_logprobs = True, 0, [None, {1: Logprob(-0.5)}]
+    prompt_token_ids = [1]
     def __init__(self, request):
         self.request_id = request
 

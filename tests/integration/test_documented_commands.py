@@ -40,6 +40,7 @@ ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "rated": lambda number: {"completion": str(number + 1), "label": number > 0},
     "steps": lambda number: {"completions": ["one more", str(number + 1)], "labels": [True, False]},
     "pictures": lambda number: {"completion": str(number + 1), "image": "cat.png"},
+    "picture_prompts": lambda number: {"answer": str(number + 1), "image": "cat.png"},
     "picture_pairs": lambda number: {"chosen": str(number + 1), "rejected": "no", "image": "cat.png"},
     "talk": lambda number: {"messages": [dict(zip(("role", "content"), turn, strict=True)) for turn in talk(number)]},
 }

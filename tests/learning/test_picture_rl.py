@@ -33,6 +33,7 @@ KEYS = ["runtime=local", "rollout.engine=hf", "rollout.max_new_tokens=4", "monit
 TRAINED = ["steps=2", "prompts_per_step=4", "algorithm.group_size=4", "training.learning_rate=1e-3"]
 ROUND = ["rounds=1", "prompts_per_round=8", "samples=4", "training.samples_per_step=2", "training.epochs=1"]
 PRESETS = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce++", "reinforce++_baseline", "remax"]
+QUICK = ("grpo", "reinforce++", "remax", "ppo")  # others differ from them in a loss or an average
 PRESETS += ["ppo", "vapo"]
 
 
@@ -64,7 +65,9 @@ def metrics(home: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (home / name / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in PRESETS]
+)
 def test_every_preset_trains_on_what_the_engine_saw(preset: str, home: Path) -> None:
     """Trainer and reference have the engine's log-probs only if both get the picture of every sampled sequence."""
     own = {"dapo": ["algorithm.dynamic_sampling.enabled=false"], "vapo": ["algorithm.critic_warmup_steps=0"]}
@@ -146,6 +149,7 @@ def test_samples_name_their_pictures_and_are_trained_on(home: Path) -> None:
     assert start(home, "generate", "samples=4", "keep=best", "pairs=true", "--resume") == 0
 
 
+@pytest.mark.slow
 def test_eval_and_rounds_read_pictures(home: Path) -> None:
     assert start(home, "eval") == 0
     for verb in ("raft", "iterative_dpo"):
@@ -184,6 +188,7 @@ def test_a_reward_model_sees_the_pictures_of_a_completion(home: Path, judge: Pat
             assert one["reward"] == pytest.approx(expected.item(), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_reward_models_and_critics_of_pictures_train_a_policy(home: Path, judge: Path) -> None:
     """The critic of the second run begins as the reward model, that of the third as named, and trains its tower."""
     runs = {"judged_grpo": ["grpo"], "judged_ppo": ["ppo"]}

@@ -186,7 +186,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Watched:
     return Watched(monkeypatch)
 
 
-@pytest.mark.parametrize("kind", ["model", "qwen2_5_vl", "qwen3_vl", "gemma"])
+@pytest.mark.parametrize(
+    "kind", ["model", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2_5_vl", "qwen3_vl", "gemma"))]
+)
 def test_an_environment_shows_pictures_in_later_turns(kind: str, home: Path, trained: Watched) -> None:
     """Where a model samples an image token, which cannot be continued, a sequence with the same pictures begins."""
     if kind != "model":
@@ -247,6 +249,7 @@ def test_bad_requests_are_refused_and_harm_nothing(home: Path) -> None:
     check(home, "refused")
 
 
+@pytest.mark.slow
 def test_sampled_episodes_are_trained_on_with_the_pictures_of_their_turns(home: Path) -> None:
     keys = ["rollout.max_new_tokens=16", "environment.max_turn_tokens=4", "runtime=local", f"folder={home}"]
     words = ["--model", f"{home}/model", "--data", f"{home}/rows.jsonl", "--environment", f"{home}/code.py:Screen"]

@@ -12,6 +12,7 @@ from functools import partial
 from random import Random
 from typing import Any
 
+from trueline.data.pictures import Shown
 from trueline.data.types import Completion
 from trueline.rollout import vllm_engine
 from trueline.rollout.engine import EngineSpec, SamplingParams
@@ -30,13 +31,13 @@ class SlowEngine(VllmEngine):
         self.most = 0
         self.llm.step = slow_step(self.llm, float(os.environ.get(DELAY, "0.02")))  # type: ignore[method-assign]
 
-    async def _sample(self, tokens: list[int], params: SamplingParams, request: str) -> Completion:
+    async def _sample(self, shown: Shown | None, tokens: list[int], params: SamplingParams, request: str) -> Completion:
         if self.heavy:
             self.most = max(self.most, params.max_new_tokens)
             length = min(int(SHORTEST * Random(request.partition(".")[0]).paretovariate(SHAPE)), self.most)
             before = self.most - params.max_new_tokens  # of a completion that goes on
             params = replace(params, max_new_tokens=max(length - before, 1), stop_tokens=())
-        return await super()._sample(tokens, params, request)
+        return await super()._sample(shown, tokens, params, request)
 
 
 def slow_step(llm: Any, seconds: float) -> Callable[[], Any]:
