@@ -40,7 +40,7 @@ ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "rated": lambda number: {"completion": str(number + 1), "label": number > 0},
     "steps": lambda number: {"completions": ["one more", str(number + 1)], "labels": [True, False]},
     "pictures": lambda number: {"completion": str(number + 1), "image": "cat.png"},
-    "picture_prompts": lambda number: {"answer": str(number + 1), "image": "cat.png"},
+    "picture_prompts": lambda number: {"prompt": f"{number}: " * 16, "answer": str(number), "image": "cat.png"},
     "picture_pairs": lambda number: {"chosen": str(number + 1), "rejected": "no", "image": "cat.png"},
     "talk": lambda number: {"messages": [dict(zip(("role", "content"), turn, strict=True)) for turn in talk(number)]},
 }
@@ -77,7 +77,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_tiny_model(folder / name, tied=True)
         change(folder / name / "config.json", max_position_embeddings=4096)
         tokenizer.save_pretrained(folder / name)
-    make_tiny_idefics(folder / "vlm")
+    make_tiny_idefics(folder / "vlm", head_dim=32)  # the smallest for vLLM
     make_picture(0).save(folder / "cat.png")
     scoring = AutoConfig.from_pretrained(folder / "model", num_labels=1)
     LlamaForSequenceClassification(scoring).save_pretrained(folder / "reward_model")
@@ -106,6 +106,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for verb, name, data in (("sft", "long", "data"), ("rm", "judge", "pairs")):
             held_out = ["samples_per_step=2", "evaluation.share=0.01", "training.learning_rate=1e-4"]
             assert main([verb, "--data", f"{data}.jsonl", "--name", name, *held_out, *local]) == 0
+        assert main(["rm", "--data", "picture_pairs.jsonl", "--name", "seen", *held_out, *local, "model.path=vlm"]) == 0
         jobs = ["--model", "model", "--data", "data.jsonl", "runtime=local", "limit=1", "rollout.max_new_tokens=4"]
         assert main(["generate", "--name", "NAME", "--reward", "math", *jobs]) == 0
         assert main(["generate", "--name", "sampled", "--reward", "rewards.py:brief", "pairs=true", *jobs]) == 0
