@@ -97,7 +97,7 @@ class MadeUp:
         calls = [chat.completion_tokens(CALL.format(name=tool, turn=turn)) for turn in range(turns - 1)]
         self.replies = [*calls, chat.completion_tokens(ANSWER)]
 
-    async def call(self, method: Any, tokens: Any, params: SamplingParams, request: str) -> Completion:
+    async def call(self, method: Any, tokens: Any, params: SamplingParams, request: str, shown: None) -> Completion:
         await asyncio.sleep(0)
         reply = self.replies[int(request.rpartition("-")[2])]
         return Completion.of(reply, [-0.5] * len(reply), 0, "stop")
