@@ -221,3 +221,8 @@ def test_adapters_on_the_tower_reach_the_engine(home: Path) -> None:
     saved = load_file(home / "adapted" / "checkpoints" / "step_000002" / "model" / "adapter_model.safetensors")
     learned = {name.split(".")[3] for name, one in saved.items() if "lora_B" in name and one.any()}
     assert learned == {"text_model", "vision_model", "connector"}
+
+
+def test_checkpoints_would_lack_a_frozen_tower(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start(home, "grpo", *TRAINED, "checkpoint.model=last", name="last") != 0
+    assert "checkpoint.model=last keeps only what is trained" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from trueline.algorithms.advantages import reads_reward
 from trueline.config.base import Config, ConfigError, Tree, read_tree
 from trueline.config.data import PromptDataConfig
 from trueline.config.environment import EnvironmentConfig
+from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardConfig
 from trueline.config.rl import EvaluationConfig, RLConfig
 from trueline.config.run import CheckpointConfig, RunConfig
@@ -116,11 +117,22 @@ def look_around(config: RLConfig) -> PlanInputs:
     required = reads_reward(config.algorithm) and not config.has_reward()
     prompts, rewards = check_prompts(config, {**trained, **tested}, required=required)
     facts, machine = check_model(config.model), machine_at_hand()
+    check_kept(config.checkpoint, config.model, facts)
     chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
     check_sight(config.environment, prompts.values(), {f"model.path={config.model.path}": facts.family})
     measured = {place: measure(some, chat) for place, some in prompts.items()}
     sources = [measured[place] for place in trained]
     return PlanInputs(facts, machine, sources, {name: measured[place, name] for place, name in tested}, chat, rewards)
+
+
+def check_kept(checkpoint: CheckpointConfig, model: ModelConfig, facts: ModelFacts) -> None:
+    """Refuse checkpoints that would lack the frozen weights of a vision-language model."""
+    if checkpoint.model == "last" and facts.family in VISION_FAMILIES and model.train_vision != "all":
+        raise ConfigError(
+            f"checkpoint.model=last keeps only what is trained until the end, but model.path={model.path} has a frozen "
+            "vision tower: set checkpoint.model=every",
+            key="checkpoint.model",
+        )
 
 
 def check_sight(played: EnvironmentConfig, sets: Iterable[Sequence[Prompt]], readers: Mapping[str, str]) -> Tree:

@@ -16,7 +16,7 @@ from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.models.vision import VISION_FAMILIES
 from trueline.monitoring.findings import Finding
 from trueline.plan.findings import find
-from trueline.plan.inputs import Reading
+from trueline.plan.inputs import Reading, check_kept
 from trueline.plan.memory import HOST_SHARE, Forecast, MemoryPool, ModelFootprint, node_rooms, place_tokens, settle
 from trueline.plan.resolve import (
     check_engines,
@@ -115,12 +115,7 @@ def check_vision_run(config: SupervisedConfig, facts: ModelFacts) -> None:
         return
     if isinstance(config, DistillRunConfig):
         raise ConfigError(f"{named} is a vision-language model, which only {TRAINED_BY} train: name a language model")
-    if config.checkpoint.model == "last" and config.model.train_vision != "all":
-        raise ConfigError(
-            f"checkpoint.model=last keeps only what is trained until the end, but {named} has a frozen vision tower: "
-            "set checkpoint.model=every",
-            key="checkpoint.model",
-        )
+    check_kept(config.checkpoint, config.model, facts)
 
 
 def budget_of(config: SupervisedConfig) -> Budget:
