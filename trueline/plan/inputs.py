@@ -49,6 +49,7 @@ Kind = TypeVar("Kind", bound=Config)
 Name = TypeVar("Name")
 Paths = dict[tuple[str, ...], Any]  # by the parts of their keys
 MODEL_KEYS = ("model.path", "critic.path", "teacher.path", "distill.teacher")  # and rewards that are models
+KEPT = "checkpoint.model"
 MANY = 8  # pictures of a prompt in a large dataset, of which only a sample is known
 UNTRAINED = ("generate", "eval")  # verbs whose runs hold no model
 
@@ -128,11 +129,8 @@ def look_around(config: RLConfig) -> PlanInputs:
 def check_kept(checkpoint: CheckpointConfig, model: ModelConfig, facts: ModelFacts) -> None:
     """Refuse checkpoints that would lack the frozen weights of a vision-language model."""
     if checkpoint.model == "last" and facts.family in VISION_FAMILIES and model.train_vision != "all":
-        raise ConfigError(
-            f"checkpoint.model=last keeps only what is trained until the end, but model.path={model.path} has a frozen "
-            "vision tower: set checkpoint.model=every",
-            key="checkpoint.model",
-        )
+        why = f"model.path={model.path} has a frozen vision tower: set checkpoint.model=every"
+        raise ConfigError(f"checkpoint.model=last keeps only what is trained until the end, but {why}", key=KEPT)
 
 
 def check_sight(played: EnvironmentConfig, sets: Iterable[Sequence[Prompt]], readers: Mapping[str, str]) -> Tree:
