@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
+from trueline.training.engines.shards import whole_shard
 from trueline.training.saving import MODEL, TRAINING, Content, Saver
-from trueline.training.shards import whole_shard
 
 RANKS, LAYERS = 4, 24
 

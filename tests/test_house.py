@@ -57,7 +57,7 @@ NEIGHBOURS = {
 HOMES = {  # third-party library -> the files that may import it
     "ray": r"runtime/.*",
     "vllm": r"rollout/vllm_\w+\.py|environments/tools/vllm_\w+\.py",
-    "deepspeed": r"training/deepspeed_\w+\.py",
+    "deepspeed": r"training/engines/deepspeed_\w+\.py",
     "mcp": r"environments/tools/mcp_servers\.py",
     "openai": r"environments/hosted\.py",
     "peft": r"models/lora\.py",

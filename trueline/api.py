@@ -321,7 +321,8 @@ def quiet_libraries() -> None:
     import torch  # noqa: PLC0415
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))  # it may be imported already
-    from trueline.training.engines import TRAIN_ENGINES  # noqa: PLC0415
+    from trueline.config.model import RanksConfig  # noqa: PLC0415
+    from trueline.training.engines.table import TRAIN_ENGINES  # noqa: PLC0415
 
     for row in TRAIN_ENGINES.values():  # transformers imports DeepSpeed, which warns without
-        os.environ.update(row.environment(torch.cuda.device_count()) | os.environ)
+        os.environ.update(row.environment(RanksConfig(), torch.cuda.device_count()) | os.environ)

@@ -13,4 +13,4 @@ export RAY_AUTH_MODE=token
 
 ray job submit --address "$1" --working-dir "$2" -- \
   trueline grpo --model /shared/model --data /shared/prompts.jsonl --reward reward.py:reward \
-  --name job folder=/shared/runs training.zero_stage=3
+  --name job folder=/shared/runs training.deepspeed.zero_stage=3

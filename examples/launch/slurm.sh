@@ -29,4 +29,4 @@ sleep 20
 # This script runs on the head. When it ends, SLURM ends Ray on all nodes. After a time limit, use --resume.
 export RAY_ADDRESS="$address:$port"
 trueline grpo --model /shared/model --data /shared/prompts.jsonl --reward math \
-  --name slurm folder=/shared/runs training.zero_stage=3
+  --name slurm folder=/shared/runs training.deepspeed.zero_stage=3

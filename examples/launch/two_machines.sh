@@ -24,7 +24,7 @@ case "${1:-}" in
   train)
     export RAY_ADDRESS="$2:$port" # without it a run starts its own Ray on this machine
     trueline grpo --model /shared/model --data /shared/prompts.jsonl --reward math \
-      --name two-machines folder=/shared/runs training.zero_stage=3
+      --name two-machines folder=/shared/runs training.deepspeed.zero_stage=3
     ;;
   *)
     echo "usage: $0 head | join ADDRESS | train ADDRESS" >&2

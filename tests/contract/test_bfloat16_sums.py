@@ -1,4 +1,4 @@
-"""In bfloat16 too, micro-batches do not change a gradient: they are summed in float32 at every stage."""
+"""In bfloat16 too, micro-batches do not change a gradient: they are summed in float32 by every engine."""
 
 from dataclasses import dataclass
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.engines import ENGINES, FSDP2, ZERO
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
@@ -25,13 +26,18 @@ Gradients = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    stage: int = 2
+    engine: str = "zero2"
     offload: str = "none"
     ranks: int = 1
 
 
-ALONE = [*(Case(stage) for stage in (0, 1, 2, 3)), Case(1, "optimizer"), Case(3, "all")]
-PAIR = [Case(stage, ranks=2) for stage in (1, 3)]
+ALONE = [
+    *(Case(engine) for engine in (*ZERO, "fsdp2")),
+    Case("zero1", "optimizer"),
+    Case("zero3", "all"),
+    Case("fsdp2", "all"),
+]
+PAIR = [Case(engine, ranks=2) for engine in ("zero1", "zero3", *FSDP2)]
 BASE = ALONE[0]
 
 
@@ -41,9 +47,7 @@ def take_gradients(rank: int, world: int, model: str, cases: list[Case]) -> dict
     set_weights(samples, "token_mean", 0)
     packed, found = pack_samples(samples), {}
     for case in cases:
-        training = TrainingConfig.parse(
-            {"zero_stage": case.stage, "offload": case.offload, "learning_rate": FROZEN_RATE}
-        )
+        training = TrainingConfig.parse(ENGINES[case.engine] | {"offload": case.offload, "learning_rate": FROZEN_RATE})
         spec = WorkerSpec(ModelConfig(path=model, dtype="bfloat16"), training, rank, world, 1000, seed=0)
         worker = started(Worker(spec))
         plans = [[[number] for number in range(rank, SAMPLES, world)]]
@@ -71,9 +75,10 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
-def summed(parts: list[np.ndarray], ranks: int) -> np.ndarray:
-    """Over ranks in bfloat16, as gradients travel; over passes exactly."""
-    passes = torch.tensor(np.stack(parts)).unflatten(0, (-1, ranks)).sum(1).bfloat16()
+def summed(parts: list[np.ndarray], case: Case) -> np.ndarray:
+    """Over ranks as gradients travel, in bfloat16 or, with FSDP2, in float32; over passes exactly."""
+    travels = torch.float32 if case.engine in FSDP2 else torch.bfloat16
+    passes = torch.tensor(np.stack(parts)).unflatten(0, (-1, case.ranks)).sum(1).to(travels)
     return passes.double().sum(0).numpy()
 
 
@@ -82,7 +87,7 @@ def test_passes_are_summed_in_float32(case: Case, gradients: dict[Case, list[Gra
     """Gradients of single samples add up to float32's rounding, not to bfloat16's."""
     for name, tensor in gradients[case][0].items():
         parts = [each[name] for each in gradients[BASE][2:]]
-        assert distance(tensor, summed(parts, case.ranks)) < 1e-6, name
+        assert distance(tensor, summed(parts, case)) < 1e-6, name
 
 
 @pytest.mark.parametrize("case", ALONE, ids=str)

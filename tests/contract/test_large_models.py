@@ -71,7 +71,7 @@ class Peaks:
 
 
 def make_worker(rank: int, world: int, model: str) -> Worker:
-    training = TrainingConfig.parse({"engine": "deepspeed", "zero_stage": 3, "learning_rate": 1e-4})
+    training = TrainingConfig.parse({"engine": "deepspeed", "deepspeed": {"zero_stage": 3}, "learning_rate": 1e-4})
     return started(Worker(WorkerSpec(ModelConfig(path=model, dtype="float32"), training, rank, world, 2 * STEPS, 0)))
 
 
@@ -132,7 +132,7 @@ def load_shared(rank: int, world: int, models: dict[str, str], trained: bool) ->
         for stage in (2, 3) if trained else (0, 3):
             rate = {"learning_rate": 1e-6} if trained else {}
             read.clear()
-            ranks = (TrainingConfig if trained else RanksConfig).parse({"zero_stage": stage} | rate)
+            ranks = (TrainingConfig if trained else RanksConfig).parse({"deepspeed": {"zero_stage": stage}} | rate)
             worker = started(Worker(WorkerSpec(config, ranks, rank, world, 10, seed=3, head=head)))
             weights = {name: tensor.float().numpy().copy() for name, tensor in worker.engine.weights()}
             assert {name: array.shape for name, array in weights.items()} == worker.shapes
@@ -173,7 +173,7 @@ def score_cut(rank: int, world: int, model: str) -> list[np.ndarray]:
     samples = make_samples(4)
     (passes,) = plan_micro_batches([sample.length() for sample in samples], 1, Budget(512))
     config = ModelConfig(path=model, dtype="float32", tensor_parallel=2)
-    ranks = TrainingConfig.parse({"engine": "deepspeed", "zero_stage": 2, "learning_rate": 1e-6})
+    ranks = TrainingConfig.parse({"engine": "deepspeed", "deepspeed": {"zero_stage": 2}, "learning_rate": 1e-6})
     workers = [started(kind(WorkerSpec(config, ranks, rank, world, 10, seed=3))) for kind in (Worker, Large)]
     return [worker.score(pack_samples(samples), passes, 1.0) for worker in workers]
 

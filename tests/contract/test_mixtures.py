@@ -25,7 +25,7 @@ Weights = dict[str, np.ndarray]
 
 
 def make_worker(rank: int, world: int, model: ModelConfig, stage: int) -> Worker:
-    training = TrainingConfig.parse({"engine": "deepspeed", "zero_stage": stage, "learning_rate": RATE})
+    training = TrainingConfig.parse({"engine": "deepspeed", "deepspeed": {"zero_stage": stage}, "learning_rate": RATE})
     return started(Worker(WorkerSpec(model, training, rank, world, 4, 0)))
 
 

@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is not finite, on any rank, leaves everything as it was, at every stage."""
+"""A step whose loss or gradient is not finite, on any rank, leaves everything as it was, with every engine."""
 
 import math
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from tests.support.engines import ENGINES, FSDP2, ZERO
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
 from tests.support.whole import whole_state
@@ -27,20 +28,21 @@ State = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Case:
-    stage: int = 2
+    engine: str = "zero2"
     dtype: str = "float32"
     offload: str = "none"
 
 
+OFFLOADED: list[tuple[str, str]] = [("zero2", "optimizer"), ("zero3", "all"), ("fsdp2", "all")]
 CASES = [
-    *(Case(stage) for stage in (0, 1, 2, 3)),
-    *(Case(stage, "bfloat16") for stage in (1, 3)),
-    *(Case(stage, dtype, kind) for stage, kind in ((2, "optimizer"), (3, "all")) for dtype in ("float32", "bfloat16")),
+    *(Case(engine) for engine in (*ZERO, *FSDP2)),
+    *(Case(engine, "bfloat16") for engine in ("zero1", "zero3", "fsdp2")),
+    *(Case(kind[0], dtype, kind[1]) for kind in OFFLOADED for dtype in ("float32", "bfloat16")),
 ]
 
 
 def make_worker(case: Case, rank: int, model: str) -> Worker:
-    training = TrainingConfig.parse(COURSE | {"zero_stage": case.stage, "offload": case.offload})
+    training = TrainingConfig.parse(COURSE | ENGINES[case.engine] | {"offload": case.offload})
     return started(Worker(WorkerSpec(ModelConfig(path=model, dtype=case.dtype), training, rank, RANKS, 10, seed=0)))
 
 

@@ -1,6 +1,6 @@
 """One gradient, however the work is divided: packed, padded or sharing prefixes, over data, ring and tensor ranks.
 
-Covers `trueline.training.deepspeed_engine`.
+Covers `trueline.training.engines.deepspeed_engine` and `trueline.training.engines.fsdp2_engine`.
 """
 
 from dataclasses import dataclass, replace
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.engines import ENGINES, FSDP2, ZERO
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.importance_sampling import EXCESS, VARIANCE
@@ -32,8 +33,7 @@ TOLERANCE = 1e-5
 class Case:
     """How the work is divided."""
 
-    engine: str = "deepspeed"
-    stage: int = 2
+    engine: str = "zero2"
     packing: bool = True
     ring: int = 1
     tensor: int = 1
@@ -45,7 +45,7 @@ class Case:
     parts: int = 1  # of the minibatch, one after the other before the step
 
     def name(self) -> str:
-        parts = [self.engine, f"ranks{self.world}", f"zero{self.stage}", f"ring{self.ring}", f"tensor{self.tensor}"]
+        parts = [self.engine, f"ranks{self.world}", f"ring{self.ring}", f"tensor{self.tensor}"]
         flags = {"padded": not self.packing, "checkpointing": self.checkpointing, "untied": not self.tied}
         flags["shared"] = self.shares
         flags[f"parts{self.parts}"] = self.parts > 1
@@ -59,37 +59,46 @@ LOSSES: dict[str, tuple[int, LossSettings]] = {  # loss -> neighbours that stay 
     "preference": (2, LossSettings(1.0, PreferenceConfig(nll_coefficient=0.5))),
     "kto": (1, LossSettings(1.0, KTOConfig(desirable_weight=1.5), {"kto/kl": 0.25})),
 }
-BASE = Case("torch", 0, packing=False)
+BASE = Case("torch", packing=False)
+ONE = (*ZERO, "fsdp2")  # on one rank FSDP2 shards nothing, whatever its keys
 ALONE = [
     BASE,
-    Case("torch", 0),
-    *(Case("torch", 0, rows=rows) for rows in (2, 4)),
-    *(Case(stage=stage, rows=2) for stage in (0, 1, 2, 3)),
-    *(Case(stage=stage, rows=2, parts=2) for stage in (0, 1, 2, 3)),
-    Case("torch", 0, parts=3),
-    Case("torch", 0, checkpointing=True),
-    Case("torch", 0, packing=False, checkpointing=True, rows=4),
-    Case("torch", 0, packing=False, tied=False),
-    Case("torch", 0, tied=False, checkpointing=True, rows=2),
-    *(Case("torch", 0, checkpointing=again, rows=3 - again, shares=True) for again in (False, True)),
-    Case(stage=3, shares=True),
+    Case("torch"),
+    *(Case("torch", rows=rows) for rows in (2, 4)),
+    *(Case(engine, rows=2) for engine in ONE),
+    *(Case(engine, rows=2, parts=2) for engine in ONE),
+    Case("torch", parts=3),
+    Case("torch", checkpointing=True),
+    Case("torch", packing=False, checkpointing=True, rows=4),
+    Case("torch", packing=False, tied=False),
+    Case("torch", tied=False, checkpointing=True, rows=2),
+    *(Case("torch", checkpointing=again, rows=3 - again, shares=True) for again in (False, True)),
+    *(Case(engine, shares=True) for engine in ("zero3", "fsdp2")),
+    Case("fsdp2", packing=False, tied=False, checkpointing=True, rows=4),
 ]
+WIDE = (*ZERO, *FSDP2)
 PAIR = [
-    *(Case(stage=stage, rows=rows, world=2) for stage in (0, 1, 2, 3) for rows in (None, 2)),
-    *(Case(stage=stage, ring=2, rows=rows, world=2) for stage in (0, 1, 2, 3) for rows in (None, 2)),
-    *(Case(stage=stage, rows=2, world=2, parts=3) for stage in (0, 1, 2, 3)),
-    Case(stage=3, ring=2, checkpointing=True, world=2),
-    Case(stage=3, packing=False, rows=2, world=2),
-    *(Case(stage=stage, rows=rows, world=2, shares=True) for stage in (0, 1, 2, 3) for rows in (None, 4)),
-    Case(stage=3, checkpointing=True, world=2, shares=True),
+    *(Case(engine, rows=rows, world=2) for engine in WIDE for rows in (None, 2)),
+    *(Case(engine, ring=2, rows=rows, world=2) for engine in (*ZERO, "fsdp2") for rows in (None, 2)),
+    *(Case(engine, ring=2, rows=2, world=2) for engine in FSDP2 if engine != "fsdp2"),
+    *(Case(engine, rows=2, world=2, parts=3) for engine in WIDE),
+    *(Case(engine, ring=2, checkpointing=True, world=2) for engine in ("zero3", "fsdp2")),
+    *(Case(engine, packing=False, rows=2, world=2) for engine in ("zero3", "fsdp2")),
+    *(Case(engine, rows=rows, world=2, shares=True) for engine in (*ZERO, "fsdp2") for rows in (None, 4)),
+    *(Case(engine, checkpointing=True, world=2, shares=True) for engine in ("zero3", "fsdp2")),
+    *(Case("fsdp2", tied=False, rows=rows, world=2) for rows in (None, 2)),
 ]
 PAIR_CUT = [
-    Case(stage=stage, tensor=2, tied=tied, rows=rows, world=2)
-    for stage in (0, 1, 2, 3)
+    Case(engine, tensor=2, tied=tied, rows=rows, world=2)
+    for engine in (*ZERO, "fsdp2")
     for tied, rows in ((True, 2), (False, None))
-] + [Case(stage=3, tensor=2, world=2, shares=True)]
-FOUR = [*(Case(stage=stage, ring=4, world=4) for stage in (0, 2, 3)), Case(stage=3, ring=2, rows=2, world=4)]
-FOUR_CUT = [Case(stage=stage, ring=2, tensor=2, rows=2, world=4) for stage in (1, 3)]
+] + [Case(engine, tensor=2, world=2, shares=True) for engine in ("zero3", "fsdp2")]
+FOUR = [
+    *(Case(engine, ring=4, world=4) for engine in ("zero0", "zero2", "zero3", "fsdp2")),
+    *(Case(engine, ring=2, rows=2, world=4) for engine in ("zero3", "fsdp2", "fsdp2-copies")),
+    Case("fsdp2-copies", rows=2, world=4, parts=3),
+]
+FOUR_CUT = [Case(engine, ring=2, tensor=2, rows=2, world=4) for engine in ("zero1", "zero3", "fsdp2", "fsdp2-copies")]
 
 
 def minibatch() -> list[Sample]:
@@ -110,9 +119,7 @@ def take_gradients(rank: int, world: int, models: dict[bool, str], cases: list[C
             gradient_checkpointing=case.checkpointing,
             head_chunk_tokens=7,
         )
-        training = TrainingConfig.parse(
-            {"engine": case.engine, "zero_stage": case.stage, "learning_rate": FROZEN_RATE, "packing": case.packing}
-        )
+        training = TrainingConfig.parse(ENGINES[case.engine] | {"learning_rate": FROZEN_RATE, "packing": case.packing})
         worker = started(Worker(WorkerSpec(model, training, rank, world, 100, 0)))
         for loss, (samples_per_row, settings) in LOSSES.items():
             samples = minibatch()
@@ -197,7 +204,7 @@ EVERY = [
 @pytest.mark.parametrize("case", EVERY, ids=Case.name)
 def test_gradient_does_not_depend_on_the_division(case: Case, divisions: Divisions) -> None:
     """1e-5 on the loss, and on the relative L2 distance of each gradient tensor."""
-    base = Case("torch", 0, packing=False, tied=case.tied)
+    base = replace(BASE, tied=case.tied)
     for loss in LOSSES:
         expected_sums, expected = divisions.gradient(base, loss)
         found_sums, found = divisions.gradient(case, loss)

@@ -140,7 +140,7 @@ def reward_losses(rank: int, world: int, paths: list[str]) -> list[tuple[float, 
     found = []
     for path in paths:
         model = ModelConfig(path=path, dtype="float32", train_vision="all")
-        training = TrainingConfig(engine="deepspeed", zero_stage=3, learning_rate=1e-12)
+        training = TrainingConfig.parse({"engine": "deepspeed", "deepspeed": {"zero_stage": 3}, "learning_rate": 1e-12})
         worker = started(Worker(WorkerSpec(model, training, rank, world, 100, 0, head="reward")))
         samples = samples_of(path, "preference", {})
         plan = plan_micro_batches([one.length() for one in samples], world, Budget(10_000, 2, True), 2)

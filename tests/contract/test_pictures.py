@@ -120,7 +120,12 @@ def take(rank: int, world: int, models: dict[str, str], cases: list[Case], seeds
             gradient_checkpointing=case.checkpointing,
             head_chunk_tokens=7,
         )
-        keys = {"engine": case.engine, "zero_stage": case.stage, "learning_rate": 1e-12, "packing": case.packing}
+        keys = {
+            "engine": case.engine,
+            "deepspeed": {"zero_stage": case.stage},
+            "learning_rate": 1e-12,
+            "packing": case.packing,
+        }
         worker = started(Worker(WorkerSpec(model, TrainingConfig.parse(keys), rank, world, 100, 0)))
         for loss, settings in SETTINGS.items():
             samples, together = samples_of(models[case.family], loss, seeds), 1 + (loss == "preference")

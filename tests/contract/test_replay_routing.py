@@ -31,7 +31,12 @@ PAIR = [*(Case(stage) for stage in (0, 1, 2, 3)), Case(3, checkpointing=True), C
 def replay(rank: int, world: int, model: str, samples: list[Sample], cases: list[Case]) -> dict[Case, Found]:
     found = {}
     for case in cases:
-        settings = {"zero_stage": case.stage, "replay_routing": True, "max_grad_norm": 0.0, "learning_rate": 1e-6}
+        settings = {
+            "deepspeed": {"zero_stage": case.stage},
+            "replay_routing": True,
+            "max_grad_norm": 0.0,
+            "learning_rate": 1e-6,
+        }
         shape = ModelConfig(
             path=model, dtype="float32", context_parallel=case.ring, gradient_checkpointing=case.checkpointing
         )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.engines import ENGINES, FSDP2, ZERO
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
 from tests.support.whole import whole_state
@@ -22,7 +23,6 @@ from trueline.training.saving import SavedState
 from trueline.training.worker import Worker, WorkerSpec
 
 pytestmark = pytest.mark.slow
-STAGES = (0, 1, 2, 3)
 FIRST, REST = range(3), range(3, 6)
 # Relative L2 distance of each weight after a change of ranks or engine; Muon's iterations are in bfloat16, and without
 # its moments weights would be 1e-3 and more apart.
@@ -36,8 +36,7 @@ State = dict[str, np.ndarray]  # `tensor/weight`, the moments, and `tensor/avera
 class Case:
     """How a model is trained and over how many ranks it is spread."""
 
-    engine: str = "deepspeed"
-    stage: int = 2
+    engine: str = "zero2"
     ranks: int = 2
     ring: int = 1
     tensor: int = 1
@@ -64,10 +63,10 @@ class Case:
             "tensor_parallel": self.tensor,
             "lora": lora,
         }
-        settings = {"engine": self.engine, "zero_stage": self.stage, "ema_decay": self.ema, "offload": self.offload}
-        training = TrainingConfig.parse(COURSE | settings | {"optimizer": self.optimizer})
+        settings = {"ema_decay": self.ema, "offload": self.offload, "optimizer": self.optimizer}
+        training = TrainingConfig.parse(COURSE | ENGINES[self.engine] | settings)
         worker = Worker(WorkerSpec(ModelConfig.parse(shape), training, rank, self.ranks, REST.stop, seed=0))
-        if self.engine == "deepspeed":
+        if self.engine != "torch":
             return started(worker)
         worker.start(("", 0))  # plain PyTorch meets nobody
         return worker
@@ -75,47 +74,57 @@ class Case:
 
 Change = tuple[Case, Case]  # what saves, what resumes
 
-TORCH = Case("torch", 0, ranks=1)
+TORCH = Case("torch", ranks=1)
 SAME = [
     TORCH,
-    *(Case(stage=stage) for stage in STAGES),
-    *(Case(stage=stage, tensor=2) for stage in (1, 3)),
-    Case(stage=2, ring=2),
-    Case(stage=2, lora=4),
-    Case(stage=3, ema=0.8),
-    Case(stage=2, offload="optimizer"),
-    Case(stage=2, offload="moments"),
-    Case(stage=3, offload="all"),
-    Case(stage=0, optimizer="muon"),
+    *(Case(engine) for engine in ZERO),
+    *(Case(engine, tensor=2) for engine in ("zero1", "zero3")),
+    Case("zero2", ring=2),
+    Case("zero2", lora=4),
+    Case("zero3", ema=0.8),
+    Case("zero2", offload="optimizer"),
+    Case("zero2", offload="moments"),
+    Case("zero3", offload="all"),
+    Case("zero0", optimizer="muon"),
+    *(Case(engine) for engine in FSDP2),
+    Case("fsdp2", tensor=2),
+    Case("fsdp2", lora=4),
+    Case("fsdp2", ema=0.8, optimizer="muon"),
+    *(Case("fsdp2", offload=kind, ema=0.8) for kind in ("moments", "all")),
 ]
 SAME_RARE = [
     *(replace(TORCH, **change) for change in ({"ema": 0.8}, {"offload": "moments"})),
-    *(Case(stage=stage, tensor=2) for stage in (0, 2)),
-    Case(stage=1, tensor=2, ema=0.8),
-    Case(stage=3, ring=2),
-    *(Case(stage=stage, ema=0.8) for stage in (0, 1, 2)),
-    *(Case(stage=stage, offload="moments") for stage in (0, 3)),
+    *(Case(engine, tensor=2) for engine in ("zero0", "zero2")),
+    Case("zero1", tensor=2, ema=0.8),
+    Case("zero3", ring=2),
+    *(Case(engine, ema=0.8) for engine in ("zero0", "zero1", "zero2")),
+    *(Case(engine, offload="moments") for engine in ("zero0", "zero3")),
 ]
 CHANGED: list[Change] = [
-    (Case(stage=3, ema=0.8), Case(stage=1, ranks=1, ema=0.8)),
-    (Case(stage=1, tensor=2), Case(stage=1, ranks=1)),
-    (Case(stage=3, tensor=2), Case(stage=3)),
-    (Case(stage=2), Case(stage=2, tensor=2)),
-    (Case(stage=2, ring=2), Case(stage=2, ranks=1)),
-    (Case(stage=2), TORCH),
-    (Case(stage=0, optimizer="muon"), replace(TORCH, optimizer="muon")),
-    (TORCH, Case(stage=3)),
-    (Case(stage=2, offload="moments"), Case(stage=2)),
-    *((Case(stage=stage), Case(stage=3 - stage)) for stage in (0, 1)),
+    (Case("zero3", ema=0.8), Case("zero1", ranks=1, ema=0.8)),
+    (Case("zero1", tensor=2), Case("zero1", ranks=1)),
+    (Case("zero3", tensor=2), Case("zero3")),
+    (Case("zero2"), Case("zero2", tensor=2)),
+    (Case("zero2", ring=2), Case("zero2", ranks=1)),
+    (Case("zero2"), TORCH),
+    (Case("zero0", optimizer="muon"), replace(TORCH, optimizer="muon")),
+    (TORCH, Case("zero3")),
+    (Case("zero2", offload="moments"), Case("zero2")),
+    (Case("zero3", ema=0.8), Case("fsdp2", ema=0.8)),
+    (Case("fsdp2", ema=0.8), Case("zero1", ranks=1, ema=0.8)),
+    (Case("fsdp2-copies", optimizer="muon"), Case("fsdp2", ranks=1, optimizer="muon")),
+    (Case("fsdp2", tensor=2), Case("zero2")),
+    (TORCH, Case("fsdp2", offload="all")),
+    *((Case(f"zero{stage}"), Case(f"zero{3 - stage}")) for stage in (0, 1)),
 ]
 CHANGED_RARE: list[Change] = [
-    (Case(stage=3), Case(stage=1, ranks=1)),
-    (Case(stage=0, tensor=2), Case(stage=2)),
-    (Case(stage=1, tensor=2, ema=0.8), Case(stage=3, ema=0.8)),
-    (TORCH, Case(stage=3, tensor=2)),
-    (Case(stage=2), Case(stage=2, ring=2)),
-    (Case(stage=2), Case(stage=3, offload="moments")),
-    *((Case(stage=stage), Case(stage=3 - stage)) for stage in (2, 3)),
+    (Case("zero3"), Case("zero1", ranks=1)),
+    (Case("zero0", tensor=2), Case("zero2")),
+    (Case("zero1", tensor=2, ema=0.8), Case("zero3", ema=0.8)),
+    (TORCH, Case("zero3", tensor=2)),
+    (Case("zero2"), Case("zero2", ring=2)),
+    (Case("zero2"), Case("zero3", offload="moments")),
+    *((Case(f"zero{stage}"), Case(f"zero{3 - stage}")) for stage in (2, 3)),
 ]
 
 
@@ -251,16 +260,16 @@ def test_a_run_resumes_on_other_ranks_and_engines(
 
 
 LOWER = [
-    *(Case(stage=stage, ranks=1, ema=0.8, dtype="bfloat16") for stage in STAGES),
-    Case(stage=1, ranks=1, offload="optimizer", dtype="bfloat16"),
-    Case(stage=2, ranks=1, offload="moments", dtype="bfloat16"),
-    Case(stage=3, ranks=1, offload="all", dtype="bfloat16"),
+    *(Case(engine, ranks=1, ema=0.8, dtype="bfloat16") for engine in (*ZERO, "fsdp2")),
+    Case("zero1", ranks=1, offload="optimizer", dtype="bfloat16"),
+    Case("zero2", ranks=1, offload="moments", dtype="bfloat16"),
+    Case("zero3", ranks=1, offload="all", dtype="bfloat16"),
 ]
 EXACT = Case(ranks=1)
 
 
 def train_in_bfloat16(rank: int, world: int, model: str, folder: Path) -> dict[Case, list[float]]:
-    """Losses of six steps at every stage, the last three from a checkpoint that goes on as if there were none."""
+    """Losses of six steps with every engine, the last three from a checkpoint that goes on as if there were none."""
     losses = {}
     for case in LOWER:
         worker, again = case.worker(rank, model), case.worker(rank, model)
@@ -284,8 +293,8 @@ def test_bfloat16_follows_float32(model: str, tmp_path: Path, monkeypatch: pytes
         np.testing.assert_allclose(lower, exact, atol=0.02, err_msg=case.name())
 
 
-FOUR = Case(stage=3, ranks=4, tensor=2)
-FEWER = {ranks: [Case(stage=stage, ranks=ranks) for stage in (1, 2, 3)] for ranks in (1, 2, 3)}
+FOUR = Case("zero3", ranks=4, tensor=2)
+FEWER = {ranks: [Case(engine, ranks=ranks) for engine in ("zero1", "zero2", "zero3", "fsdp2")] for ranks in (1, 2, 3)}
 
 
 def save_and_go_on(rank: int, world: int, model: str, folder: Path) -> float:

@@ -36,7 +36,12 @@ def balance(rank: int, world: int, model: str, cases: list[Case]) -> dict[Case, 
     samples = make_samples(7, seed=3)
     set_weights(samples, "token_mean", 0)
     for case in cases:
-        settings = {"zero_stage": case.stage, "router_aux_loss_coef": 3.0, "max_grad_norm": 0.0, "learning_rate": 1e-6}
+        settings = {
+            "deepspeed": {"zero_stage": case.stage},
+            "router_aux_loss_coef": 3.0,
+            "max_grad_norm": 0.0,
+            "learning_rate": 1e-6,
+        }
         shape = ModelConfig(
             path=model, dtype="float32", context_parallel=case.ring, gradient_checkpointing=case.checkpointing
         )

@@ -1,4 +1,4 @@
-"""What ranks hold of weights and training state, at every ZeRO stage and cut: together it is everything, once."""
+"""What ranks hold of weights and training state, with every engine and cut: together it is everything, once."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.architectures import make_model
+from tests.support.engines import ENGINES, FSDP2, ZERO
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
@@ -19,9 +20,9 @@ from trueline.data.batching import Budget, plan_micro_batches
 from trueline.data.types import pack_samples
 from trueline.runtime.fingerprints import add_bits, total_sums, wrap_int64
 from trueline.runtime.transport import WIRE_DTYPES
-from trueline.training.engines import AVERAGE
+from trueline.training.engines.engine import AVERAGE
+from trueline.training.engines.shards import Shard
 from trueline.training.report import LossSettings
-from trueline.training.shards import Shard
 from trueline.training.worker import Worker, WorkerSpec
 
 RANKS = 2
@@ -29,7 +30,7 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Case:
-    stage: int
+    engine: str
     tensor: int = 1
     model: str = "tied"
     dtype: str = "float32"
@@ -39,18 +40,19 @@ class Case:
         model = {"path": models[self.model], "dtype": self.dtype, "tensor_parallel": self.tensor}
         if self.lora:
             model["lora"] = {"rank": 2, "sync": self.lora}
-        training = {"zero_stage": self.stage, "learning_rate": 1e-2, "ema_decay": 0.5}
+        training = ENGINES[self.engine] | {"learning_rate": 1e-2, "ema_decay": 0.5}
         spec = WorkerSpec(ModelConfig.parse(model), TrainingConfig.parse(training), rank, RANKS, 10, seed=0)
         return started(Worker(spec))
 
 
+SHARDED = ("zero3", "fsdp2")
 WHOLE = [
-    *(Case(stage) for stage in (0, 1, 2, 3)),
-    Case(3, model="mixture"),
-    Case(2, dtype="bfloat16"),
-    *(Case(3, model="untied", lora=lora) for lora in ("merged", "adapter")),
+    *(Case(engine) for engine in (*ZERO, *FSDP2)),
+    *(Case(engine, model="mixture") for engine in SHARDED),
+    *(Case(engine, dtype="bfloat16") for engine in ("zero2", "fsdp2")),
+    *(Case(engine, model="untied", lora=lora) for engine in SHARDED for lora in ("merged", "adapter")),
 ]
-CUT = [Case(stage, tensor=2, model="untied") for stage in (0, 1, 2, 3)]
+CUT = [Case(engine, tensor=2, model="untied") for engine in (*ZERO, "fsdp2")]
 
 
 def update(worker: Worker) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from trueline.config.model import TrainingConfig
-from trueline.training import optimizer as optimizing
-from trueline.training.optimizer import MOMENTS, HostMomentsAdamW, make_optimizer
+from trueline.training.engines import optimizer as optimizing
+from trueline.training.engines.optimizer import MOMENTS, HostMomentsAdamW, make_optimizer
 
 ROOT = Path(__file__).resolve().parents[2]
 

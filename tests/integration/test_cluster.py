@@ -44,7 +44,7 @@ class Once:
         return {"messages": "", "reward": 0.25, "done": True}
 """
 SMALL = ["rollout.max_new_tokens=16", "prompts_per_step=2", "algorithm.group_size=4", "steps=3"]
-SPREAD = ["training.ranks=2", "training.zero_stage=3", "training.learning_rate=1e-3"]
+SPREAD = ["training.ranks=2", "training.deepspeed.zero_stage=3", "training.learning_rate=1e-3"]
 SLOTS = (0, 1, 2)  # of each node; runs are started on the first
 
 
@@ -122,7 +122,14 @@ def test_grpo_spans_nodes_and_learns_what_one_machine_learns(home: Path, cluster
 @pytest.mark.slow
 def test_a_streamed_step_spans_nodes_too(home: Path, cluster: Nodes) -> None:
     """The engine samples one group at a time, so every group but the last is trained before the step is complete."""
-    words = ["--reward", "reward.py:letters", "rollout.max_prompt_tokens=32", *SMALL, *SPREAD, "training.zero_stage=2"]
+    words = [
+        "--reward",
+        "reward.py:letters",
+        "rollout.max_prompt_tokens=32",
+        *SMALL,
+        *SPREAD,
+        "training.deepspeed.zero_stage=2",
+    ]
     words += ["prompts_per_step=3", "rollout.max_sequences=4"]
     said = ended(begin(home, "grpo", "stream-spread", [*words, "training.stream=true"], cluster))
     assert "gradient of the streamed first step differs" in said and "steps are not streamed" not in said

@@ -198,13 +198,13 @@ def test_an_offline_task_starts_ranks_and_resumes_on_fewer(home: Path) -> None:
     pairs = [{"prompt": f"Say {number}", "chosen": "yes", "rejected": f"no {number}"} for number in range(20)]
     (home / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
     named = ["--model", "my model", "--data", "pairs.jsonl", "--name", "pairs"]
-    wide = ["training.ranks=2", "model.context_parallel=2", "training.zero_stage=3"]
+    wide = ["training.ranks=2", "model.context_parallel=2", "training.deepspeed.zero_stage=3"]
     few = ["evaluation.share=0.2", "samples_per_step=4", "steps=2", "training.learning_rate=1e-3"]
     first = run(home, *TRUELINE, "dpo", *named, *wide, *few)
     assert first.returncode == 0, first.stdout + first.stderr
     assert "format     preference (columns prompt, chosen, rejected)" in first.stdout
     assert "held out   4 rows" in first.stdout
-    narrow = ["training.ranks=1", "model.context_parallel=1", "training.zero_stage=1", "steps=4"]
+    narrow = ["training.ranks=1", "model.context_parallel=1", "training.deepspeed.zero_stage=1", "steps=4"]
     second = run(home, *TRUELINE, "dpo", "--resume", "--name", "pairs", *narrow)
     assert second.returncode == 0, second.stdout + second.stderr
     rows = rows_of(home / "runs" / "pairs" / "metrics.jsonl")

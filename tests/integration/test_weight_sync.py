@@ -104,7 +104,7 @@ def engine_spec(model: str, tensor_parallel: int) -> EngineSpec:
 
 
 def restart(trainer: ModelGroup, model: str, stage: int, lora: LoraConfig | None = None) -> None:
-    config = TrainingConfig(zero_stage=stage, learning_rate=1e-2)  # type: ignore[arg-type]
+    config = TrainingConfig.parse({"deepspeed": {"zero_stage": stage}, "learning_rate": 1e-2})
     model_config = ModelConfig(path=model, dtype="float32", lora=lora or LoraConfig())
     specs = [WorkerSpec(model_config, config, rank, 2, 100, 0) for rank in range(2)]
     calls = [actor.submit(RestartableWorker.restart, spec) for actor, spec in zip(trainer.actors, specs, strict=True)]

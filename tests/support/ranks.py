@@ -38,7 +38,7 @@ def run_ranks(
 
 
 def environment_of(world: int, zero_stage: int) -> dict[str, str]:
-    own = worker_target(RanksConfig(engine="deepspeed", zero_stage=zero_stage))
+    own = worker_target(RanksConfig.parse({"engine": "deepspeed", "deepspeed": {"zero_stage": zero_stage}}))
     return os.environ | process_environment(own, machine_at_hand(), world) | {"PYTHONPATH": str(ROOT)}
 
 
@@ -127,7 +127,7 @@ def born(folder: Path, rank: int) -> int:
 def keep_house(answers: TextIO) -> None:
     import deepspeed  # noqa: F401
 
-    import trueline.training.deepspeed_engine  # noqa: F401
+    import trueline.training.engines.deepspeed_engine  # noqa: F401
 
     for line in sys.stdin:
         folder, world = json.loads(line)

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trueline.training.engines import AVERAGE, TrainEngine
+from trueline.training.engines.engine import AVERAGE, TrainEngine
 
 
 def whole_state(engine: TrainEngine) -> dict[str, Tensor]:

@@ -18,8 +18,8 @@ def untested_draws(config: RLConfig) -> str:
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def stream_obstacle(config: RLConfig) -> str:
-    """Return why groups cannot be trained before all of their step are sampled, or nothing."""
+def stream_obstacle(config: RLConfig, kept: str = "") -> str:
+    """Return why groups cannot be trained before all of their step are sampled; `kept`: keys that keep gradients."""
     training, updates = config.training, config.minibatches * config.epochs
     reasons = {
         f"{needs_batch(config.algorithm)} needs the whole batch": bool(needs_batch(config.algorithm)),
@@ -28,7 +28,6 @@ def stream_obstacle(config: RLConfig) -> str:
         f"rollout.max_staleness={config.rollout.max_staleness} already samples while it trains": bool(
             config.rollout.max_staleness
         ),
-        "training.zero_stage=3 cannot discard gradients": training.zero_stage == 3,
-        f"training.offload={training.offload} cannot discard gradients": training.offload in ("optimizer", "all"),
+        f"training.{kept} cannot discard gradients": bool(kept),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

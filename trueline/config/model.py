@@ -1,5 +1,6 @@
 """Models: the policy and the models around it, their ranks and their optimizers."""
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -86,16 +87,43 @@ class ModelConfig(Config):
         """Return how many ranks share one copy of the model."""
         return self.tensor_parallel * self.context_parallel
 
+    def place_tokens(self, sequences: float, longest: float, world: int) -> float:
+        """Return the tokens of a rank's share of a step: its data place has whole sequences, which a ring divides."""
+        return math.ceil(sequences * self.width() / world) * longest / self.context_parallel
+
+
+class DeepSpeedConfig(Config):
+    """Keys of engine=deepspeed."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 2
+    """ZeRO stage: shard the optimizer (1), also gradients (2), also weights (3)."""
+
+
+class FrozenDeepSpeedConfig(DeepSpeedConfig):
+    zero_stage: Literal[0, 3] = 0
+    """0: every rank holds the whole model. 3: weights are sharded."""
+
+
+class FSDP2Config(Config):
+    """Keys of engine=fsdp2."""
+
+    reshard: bool = True
+    """Free the gathered weights of a block after its forward pass, and gather them again for its backward pass."""
+    reduce_each_pass: bool = True
+    """Reduce gradients in every pass. false: only in a step's last one; every rank then adds up whole gradients."""
+
 
 class RanksConfig(Config):
     """How one model is distributed over processes."""
 
     engine: str = "deepspeed"
-    """deepspeed, torch (plain PyTorch, one process), or another row of training.engines."""
+    """deepspeed, fsdp2 (PyTorch's own), or torch (plain PyTorch, one process). Other models: as training.engine."""
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    fsdp2: FSDP2Config = FSDP2Config()
     ranks: int | None = Field(None, ge=1)
     """Processes (devices) of this model. null: 1 on a CPU; on GPUs, all that rollout leaves."""
-    zero_stage: Literal[0, 1, 2, 3] = 2
-    """DeepSpeed ZeRO stage: shard the optimizer (1), also gradients (2), also weights (3)."""
+    replicas: int | None = Field(None, ge=1)
+    """Copies of the model, each sharded over ranks / replicas (fsdp2). null: 1; of models that only score, ranks."""
     micro_batch_tokens: int | None = Field(None, ge=1)
     """Most tokens, padding included, per forward pass of a rank. null: what fits, up to 16384 (CPUs 4096)."""
     micro_batch_samples: int | None = Field(None, ge=1)
@@ -105,7 +133,7 @@ class RanksConfig(Config):
     share_prefixes: bool | Literal["auto"] = "auto"
     """Compute tokens that sequences of a pass begin with once, e.g. a group's prompt. auto: if that saves 10 %."""
     offload: Literal["none", "moments", "optimizer", "all"] | None = None
-    """Move to the host: moments, optimizer (ZeRO 1-3), or all, weights too (ZeRO 3). null: moments when needed."""
+    """Move to the host: moments, optimizer (ZeRO 1-3), all: weights too (ZeRO 3, fsdp2). null: moments when needed."""
 
     def tokens_per_pass(self) -> int:
         return self.micro_batch_tokens or LARGEST_PASS
@@ -113,7 +141,7 @@ class RanksConfig(Config):
 
 class TrainingConfig(RanksConfig):
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """adamw, or muon: Muon for hidden matrices, AdamW for the rest (float32; torch or ZeRO 0)."""
+    """adamw, or muon: Muon for hidden matrices, AdamW for the rest (torch, fsdp2, or ZeRO 0 in float32)."""
     learning_rate: float | None = Field(None, gt=0)
     """Peak learning rate of AdamW and Muon. null: chosen from task, model size and adapters."""
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
@@ -171,10 +199,6 @@ def sharing_obstacle(ranks: RanksConfig, context_parallel: int, section: str = "
 def check_training(training: TrainingConfig, model: ModelConfig, section: str = "training") -> None:
     """Refuse combinations of model and training keys that cannot work; `section` names the training keys."""
     check_mesh(training, model, section)
-    if training.offload == "all" and training.zero_stage != 3:
-        raise ConfigError(f"{section}.offload=all needs {section}.zero_stage=3 (got {training.zero_stage})")
-    if training.offload == "optimizer" and training.zero_stage == 0:
-        raise ConfigError(f"{section}.offload=optimizer needs {section}.zero_stage=1 or more (got 0)")
     if model.lora.quantize and model.lora.rank == 0:
         raise ConfigError("model.lora.quantize=true freezes the weights: set model.lora.rank to 1 or more (got 0)")
     if model.lora.rank and model.tensor_parallel > 1:
@@ -182,13 +206,6 @@ def check_training(training: TrainingConfig, model: ModelConfig, section: str = 
             f"model.lora.rank={model.lora.rank} does not work with tensor parallelism: set model.tensor_parallel=1 "
             f"(got {model.tensor_parallel}); ZeRO saves memory too"
         )
-    if training.compile and (training.zero_stage == 3 or model.tensor_parallel > 1):
-        raise ConfigError(
-            f"{section}.compile=true needs whole layers on every rank: set {section}.zero_stage=2 (got "
-            f"{training.zero_stage}) and model.tensor_parallel=1 (got {model.tensor_parallel})"
-        )
-    if model.lora.quantize and training.zero_stage == 3:
-        raise ConfigError("model.lora.quantize=true cannot be sharded: set training.zero_stage=2 (got 3)")
 
 
 def check_mesh(ranks: RanksConfig, model: ModelConfig, section: str, whose: str = "model.") -> None:
@@ -227,8 +244,7 @@ class RoleConfig(Config):
 class FrozenConfig(RoleConfig, RanksConfig):
     """A model that only scores."""
 
-    zero_stage: Literal[0, 3] = 0
-    """0: every rank holds the whole model. 3: weights are sharded."""
+    deepspeed: FrozenDeepSpeedConfig = FrozenDeepSpeedConfig()
 
 
 class TeacherConfig(FrozenConfig):

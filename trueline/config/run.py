@@ -84,17 +84,25 @@ class EnginesConfig(Config):
     """Sections that name an engine, and the `runtime` of their processes."""
 
     def engines(self) -> dict[str, str]:
-        """Return the engine of each section that has one."""
-        return {key.path.removesuffix(".engine"): key.default for key in self.leaves() if key.path.endswith(".engine")}
+        """Return the engine of each section that has one; that of `training`, whose default others follow, first."""
+        found = (key for key in self.leaves() if key.path.endswith(".engine"))
+        named = {key.path.removesuffix(".engine"): key.default for key in found}
+        return {name: named[name] for name in sorted(named, key=lambda name: name != "training")}
 
     @model_validator(mode="before")
     @classmethod
-    def fill_local(cls, values: Any) -> Any:
-        """With runtime=local, default to engines that run in one process."""
-        if not isinstance(values, dict) or values.get("runtime", cls.model_fields["runtime"].default) != "local":
+    def fill_engines(cls, values: Any) -> Any:
+        """Default to the policy's engine for other models and, with runtime=local, to engines of one process."""
+        if not isinstance(values, dict):
             return values
-        sections = cls.model_construct().engines()
-        return merge({name: {"engine": "hf" if name == "rollout" else "torch"} for name in sections}, values)
+        local = values.get("runtime", cls.model_fields["runtime"].default) == "local"
+        training = values.get("training")
+        chosen = training.get("engine") if isinstance(training, dict) else None
+        filled = {"rollout": "hf" if local else None}
+        sections = {
+            name: filled.get(name, chosen or ("torch" if local else None)) for name in cls.model_construct().engines()
+        }
+        return merge({name: {"engine": engine} for name, engine in sections.items() if engine}, values)
 
 
 class RunConfig(EnginesConfig):

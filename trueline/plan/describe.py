@@ -29,6 +29,7 @@ from trueline.plan.sampling import Kind, SamplingPlan
 from trueline.plan.time import expected_seconds, phase_seconds, sync_bytes, update_seconds
 from trueline.runtime.cluster import Machine
 from trueline.runtime.placement import Layout, place_processes
+from trueline.training.engines.table import TRAIN_ENGINES, kept_gradients
 
 
 def describe(plan: RLPlan | SupervisedPlan | SamplingPlan[Kind]) -> str:
@@ -118,13 +119,13 @@ def ranks_line(name: str, world: int, ranks: RanksConfig, model: ModelConfig) ->
     trained, limit = isinstance(ranks, TrainingConfig), ranks.micro_batch_tokens
     parts = {
         f"{name:<10} {world} x {ranks.engine} rank": True,
-        f"ZeRO {ranks.zero_stage}": trained,
+        TRAIN_ENGINES[ranks.engine].words(ranks): trained,
         f"tensor {model.tensor_parallel} x context {model.context_parallel}": model.width() > 1,
         f"micro-batches of up to {limit} tokens" if limit else "micro-batches as memory allows": True,
         "gradient checkpointing": trained and bool(model.gradient_checkpointing),
         "compiled layers": isinstance(ranks, TrainingConfig) and bool(ranks.compile),
     }
-    return ", ".join(part for part, applies in parts.items() if applies)
+    return ", ".join(part for part, applies in parts.items() if part and applies)
 
 
 def sharing_line(ranks: RanksConfig, model: ModelConfig, family: str, *, pictures: bool = False) -> str:
@@ -325,7 +326,9 @@ def stream_lines(plan: RLPlan) -> list[str]:
     if not plan.machine.gpus:
         return []
     without = "MPS cannot be started here" if plan.shares_gpus() and not plan.machine.mps else memory
-    reason = stream_obstacle(config) or (without if plan.shares_gpus() else "training.stream=false")
+    reason = stream_obstacle(config, kept_gradients(config.training)) or (
+        without if plan.shares_gpus() else "training.stream=false"
+    )
     return [f"stream     groups are trained when all are sampled: {reason}"]
 
 

@@ -18,7 +18,7 @@ from trueline.monitoring.findings import Finding
 from trueline.rewards.combined import kind_of
 from trueline.runtime.cluster import Machine
 from trueline.runtime.placement import Layout, crowding
-from trueline.training.engines import TRAIN_ENGINES
+from trueline.training.engines.table import TRAIN_ENGINES
 
 IMPORTANCE = "algorithm.importance_sampling.mode"
 NO_REWARD_MODEL = "no reward is a model on this machine"
@@ -87,10 +87,14 @@ def has_reward_model(run: RLConfig | SamplingConfig) -> bool:
     return any(kind_of(part) == "model" for part in run.reward.named_parts().values())
 
 
-def sharding_rule(section: str) -> Rule:
-    engine = attrgetter(f"{section}.engine")
-    why = f"{section}.engine={{run.{section}.engine}} shards nothing"
-    return f"{section}.zero_stage", lambda run: TRAIN_ENGINES[engine(run)].several_ranks, why
+def engine_rules(section: str) -> list[Rule]:
+    """Make a rule for the keys of each engine that a section may name."""
+    engine, why = attrgetter(f"{section}.engine"), f"{section}.engine={{run.{section}.engine}} does not read it"
+
+    def rule(name: str, keys: tuple[str, ...]) -> Rule:
+        return " ".join(f"{section}.{key}" for key in keys), lambda run: engine(run) == name, why
+
+    return [rule(name, row.keys) for name, row in TRAIN_ENGINES.items() if row.keys]
 
 
 def plays(run: RLConfig | SamplingConfig) -> bool:
@@ -104,7 +108,7 @@ def never(run: RunConfig) -> bool:
 PACKED = "sequences that are packed have an attention of their own ({}.packing=true)"
 TRAINING: list[Rule] = [
     needs_key("model.lora.", "model.lora.rank", "model.lora.rank=0 trains all weights"),
-    sharding_rule("training"),
+    *engine_rules("training"),
     (
         "checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.metric",
         lambda run: run.checkpoint.save,
@@ -137,7 +141,7 @@ RULES: dict[type[RunConfig], list[Rule]] = {
             lambda run: not all(ranks.packing for ranks in (run.training, *run.roles().values())),
             PACKED.format("training"),
         ),
-        *map(sharding_rule, ("critic", "reference", "teacher", "reward_model")),
+        *(rule for name in ("critic", "reference", "teacher", "reward_model") for rule in engine_rules(name)),
         read_by_model("critic. algorithm.value_clip algorithm.critic_warmup_", "critic"),
         (
             "algorithm.critic_warmup_limit",

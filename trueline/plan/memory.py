@@ -11,9 +11,9 @@ from trueline.models.head import HEAD_CHUNK
 from trueline.models.loading import ModelFacts
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runtime.cluster import PROCESS_BYTES, Machine
-from trueline.training.deepspeed_config import BUCKET, at_once
-from trueline.training.engines import TRAIN_ENGINES
-from trueline.training.optimizer import PIECE
+from trueline.training.engines.division import Division, Sizes
+from trueline.training.engines.optimizer import PIECE
+from trueline.training.engines.table import TRAIN_ENGINES
 
 GIB = 2**30
 SPARE = 0.1  # share of a memory that is left alone while it can be
@@ -195,24 +195,26 @@ def tenant_bytes(tenant: ModelFootprint, tokens: float, checkpointing: bool, dev
 
 
 def stepping_bytes(tenant: ModelFootprint) -> float:
-    """Estimate DeepSpeed's bucket of gradients, and the pieces of moments that come from the host in two streams."""
+    """Estimate what its engine holds besides, and the pieces of moments that come from the host in two streams."""
     if not isinstance(tenant.ranks, TrainingConfig):
         return 0.0
-    stage = TRAIN_ENGINES[tenant.ranks.engine].stage(tenant.ranks, tenant.model.dtype)
-    bucket = BUCKET if stage in (1, 2) else 2 * at_once(tenant.facts.parameters) if stage == 3 else 0
+    facts, cut, model = tenant.facts, cut_parameters(tenant), tenant.model
+    tables = min(2 * facts.vocabulary * facts.hidden_size, cut)
+    sizes = Sizes(cut, facts.layers, tables, tenant.world // model.tensor_parallel)
+    held = 0.0 if model.lora.rank else TRAIN_ENGINES[tenant.ranks.engine].working(tenant.ranks, model.dtype, sizes)
     moments = 2 * 2 * min(PIECE, trained_parameters(tenant)) if tenant.ranks.offload == "moments" else 0
-    return bucket * bytes_of(tenant.model.dtype) + 4 * moments
+    return held * bytes_of(model.dtype) + 4 * moments
 
 
 def idle_bytes(tenant: ModelFootprint) -> float:
     """Estimate the bytes of one rank on a GPU between its turns, and while it starts near an engine that is awake."""
-    each = 4 * trained_parameters(tenant) / division(tenant, 1)  # float32 masters, or DeepSpeed's first gradients
+    each = 4 * trained_parameters(tenant) / division(tenant).optimizer  # masters, or DeepSpeed's first gradients
     return CONTEXT + max(kept_bytes(tenant), weight_bytes(tenant) + 2 * each)
 
 
 def model_bytes(tenant: ModelFootprint) -> float:
     """Estimate the bytes of one rank: what it keeps and, if trained, the float32 sums of its gradients."""
-    return kept_bytes(tenant) + 4 * trained_parameters(tenant) / division(tenant, 2)
+    return kept_bytes(tenant) + 4 * trained_parameters(tenant) / division(tenant).gradients
 
 
 def kept_bytes(tenant: ModelFootprint) -> float:
@@ -222,7 +224,7 @@ def kept_bytes(tenant: ModelFootprint) -> float:
         return kept
     masters = 4 * ((tenant.model.dtype == "bfloat16") + (tenant.ranks.ema_decay > 0))
     moments = 0.0 if tenant.ranks.offload == "moments" else moment_bytes(tenant)
-    return kept + moments + masters * trained_parameters(tenant) / division(tenant, 1)
+    return kept + moments + masters * trained_parameters(tenant) / division(tenant).optimizer
 
 
 def moment_bytes(tenant: ModelFootprint) -> float:
@@ -231,13 +233,14 @@ def moment_bytes(tenant: ModelFootprint) -> float:
     muon = isinstance(tenant.ranks, TrainingConfig) and tenant.ranks.optimizer == "muon"
     if muon and not facts.experts:  # those lie in blocks of three dimensions: AdamW's
         moments -= 4 * max(trained - 2 * facts.vocabulary * facts.hidden_size, 0)
-    return moments / division(tenant, 1)
+    return moments / division(tenant).optimizer
 
 
 def weight_bytes(tenant: ModelFootprint) -> float:
     each = 0.5 if tenant.model.lora.quantize else bytes_of(tenant.model.dtype)
-    weights = each * cut_parameters(tenant) / division(tenant, 3)
-    return 0.0 if tenant.ranks.offload == "all" else weights
+    casts = division(tenant).casts and not tenant.model.lora.rank
+    weights = each * cut_parameters(tenant) / division(tenant).weights
+    return 0.0 if casts or tenant.ranks.offload == "all" else weights
 
 
 def trained_parameters(tenant: ModelFootprint) -> float:
@@ -253,15 +256,10 @@ def cut_parameters(tenant: ModelFootprint) -> float:
     return whole + (facts.parameters - whole) / tenant.model.tensor_parallel
 
 
-def division(tenant: ModelFootprint, stage: int) -> int:
-    """Return among how many ranks is divided what this ZeRO stage divides: those that hold the same parameters."""
-    own = TRAIN_ENGINES[tenant.ranks.engine].stage(tenant.ranks, tenant.model.dtype)
-    return tenant.world // tenant.model.tensor_parallel if own >= stage else 1
-
-
-def place_tokens(sequences: float, longest: float, world: int, model: ModelConfig) -> float:
-    """Return the tokens of a rank's share of a step: its data place has whole sequences, which a ring divides."""
-    return math.ceil(sequences * model.width() / world) * longest / model.context_parallel
+def division(tenant: ModelFootprint) -> Division:
+    """Return how the ranks that hold the same parameters divide them."""
+    row, alike = TRAIN_ENGINES[tenant.ranks.engine], tenant.world // tenant.model.tensor_parallel
+    return row.division(tenant.ranks, tenant.model.dtype, alike)
 
 
 def activation_bytes(tenant: ModelFootprint, tokens: float, checkpointing: bool, device: str) -> float:

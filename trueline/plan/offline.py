@@ -17,7 +17,7 @@ from trueline.models.vision import VISION_FAMILIES
 from trueline.monitoring.findings import Finding
 from trueline.plan.findings import find
 from trueline.plan.inputs import Reading, check_kept
-from trueline.plan.memory import HOST_SHARE, Forecast, MemoryPool, ModelFootprint, node_rooms, place_tokens, settle
+from trueline.plan.memory import HOST_SHARE, Forecast, MemoryPool, ModelFootprint, node_rooms, settle
 from trueline.plan.resolve import (
     check_engines,
     check_model_keys,
@@ -33,6 +33,7 @@ from trueline.plan.resolve import (
 from trueline.plan.tasks import TASKS, Material, check_longest, load_material, teacher_model
 from trueline.runtime.cluster import Machine, machine_at_hand
 from trueline.runtime.placement import Layout, check_devices, place_processes
+from trueline.training.engines.table import TRAIN_ENGINES
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ def forecast_memory(
     config: SupervisedConfig, facts: ModelFacts, machine: Machine, world: int, longest: int, *, propose: bool = True
 ) -> Forecast:
     """Choose what memory decides; a teacher shares the memory of its student."""
-    tokens = place_tokens(config.samples_per_step, longest, world, config.model)
+    tokens = config.model.place_tokens(config.samples_per_step, longest, world)
     tenants = [ModelFootprint("model", "training", facts, config.model, config.training, world, tokens)]
     if isinstance(config, DistillRunConfig):
         teacher, ranks = teacher_model(config), RanksConfig(micro_batch_tokens=config.training.micro_batch_tokens)
@@ -146,8 +147,9 @@ def forecast_memory(
 
 def sharding_keys(config: SupervisedConfig, facts: ModelFacts, machine: Machine, world: int, longest: int) -> str:
     """Return the first keys that divide the model further and make it fit."""
-    sharded: Tree = {"training": {"zero_stage": 3}}
-    on_host: Tree = {"training": {"offload": "optimizer"}}
+    row = TRAIN_ENGINES[config.training.engine]
+    sharded: Tree = {"training": row.sharded}
+    on_host: Tree = {"training": row.on_host}
     adapters: Tree = {"model": {"lora": {"rank": 16}}}
     tried = [sharded, on_host, merge(sharded, on_host), adapters, merge(adapters, sharded)]
     undecided = config.with_keys({"training": {"compile": None}})

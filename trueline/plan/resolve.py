@@ -28,7 +28,7 @@ from trueline.rewards.model import reward_model_head
 from trueline.rollout.engines import ROLLOUT_ENGINES, RolloutRow
 from trueline.runtime.cluster import Machine
 from trueline.runtime.placement import RoleRanks
-from trueline.training.engines import TRAIN_ENGINES, TrainRow
+from trueline.training.engines.table import TRAIN_ENGINES, TrainRow
 
 Kind = TypeVar("Kind", bound=Config)
 PROMPT_STEP = 64  # tokens; the data's longest prompt is rounded up to a multiple
@@ -88,12 +88,7 @@ def check_trained(section: str, ranks: TrainingConfig, model: ModelConfig) -> No
     if ranks.offload not in (None, "none", *row.offloads):
         able = " or ".join(("none", *row.offloads))
         raise ConfigError(f"{asked} cannot offload that: set {section}.offload={able} (got {ranks.offload})")
-    if ranks.optimizer == "muon" and (row.stage(ranks, model.dtype) or model.tensor_parallel > 1):
-        raise ConfigError(
-            f"{section}.optimizer=muon steps whole matrices in float32, which ZeRO, bfloat16 and tensor parallelism "
-            f"take apart: set {section}.zero_stage=0 (got {ranks.zero_stage}), model.dtype=float32 (got {model.dtype}) "
-            f"and model.tensor_parallel=1 (got {model.tensor_parallel}), or {section}.optimizer=adamw"
-        )
+    row.check(ranks, model, section)
 
 
 def check_ranks(section: str, ranks: RanksConfig, model: ModelConfig) -> None:
@@ -299,7 +294,7 @@ def rate_keys(parameters: int, kind: str, model: ModelConfig, training: Training
 def compile_keys(config: RLConfig | SupervisedConfig, facts: ModelFacts, machine: Machine) -> Tree:
     """Tell whether layers are compiled: where it was not set, if that works in one piece and pays."""
     model, training = config.model, config.training
-    whole = training.zero_stage < 3 and model.width() == 1 and not model.lora.rank
+    whole = TRAIN_ENGINES[training.engine].compiles(training) and model.width() == 1 and not model.lora.rank
     suits = machine.gpus > 0 and whole and not facts.experts and not facts.family
     pays = config.steps is None or config.steps >= LONG_RUN
     return {"compile": suits and pays if training.compile is None else training.compile}

@@ -32,7 +32,6 @@ from trueline.plan.memory import (
     ModelFootprint,
     engine_room,
     node_rooms,
-    place_tokens,
     settle,
     tenant_bytes,
 )
@@ -59,6 +58,7 @@ from trueline.plan.rewards import RewardCheck
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runtime.cluster import Machine
 from trueline.runtime.placement import Layout, check_devices, place_processes, store_bytes, store_findings
+from trueline.training.engines.table import TRAIN_ENGINES, kept_gradients
 from trueline.training.samples import sample_bytes
 
 ENGINE_WIDTHS = (2, 4, 8)  # GPUs of an engine that a refusal proposes
@@ -207,12 +207,12 @@ def decide_within(asked: RLConfig, around: PlanInputs, context: int, *, propose:
 
 def dividing_keys(config: RLConfig, around: PlanInputs, sections: list[str]) -> str:
     """Return the first keys that divide engine or models further and make the run fit, in a configuration's words."""
-    sharded: Tree = {section: {"zero_stage": 3} for section in sections}
+    sharded: Tree = {section: TRAIN_ENGINES[config.engines()[section]].sharded for section in sections}
     models: list[Tree] = [
         {},
-        {"training": {"zero_stage": 3}},
+        {"training": sharded["training"]},
         sharded,
-        merge(sharded, {"training": {"offload": "optimizer"}}),
+        merge(sharded, {"training": TRAIN_ENGINES[config.training.engine].on_host}),
         {"model": {"lora": {"rank": 16}}},
         {name: keys for name, keys in sharded.items() if name != "reference"} | {"model": {"lora": {"rank": 16}}},
     ]
@@ -385,7 +385,7 @@ def settle_memory(draft: RLDraft, share: float | None, divide: Callable[[], str]
 
 def settle_stream(draft: RLDraft, settle: Callable[[RLDraft], RLPlan]) -> RLPlan:
     """Stream steps where that is exact and, on shared GPUs, where memory holds all at once with the same keys."""
-    asked, reason = draft.config.training.stream, stream_obstacle(draft.config)
+    asked, reason = draft.config.training.stream, stream_obstacle(draft.config, kept_gradients(draft.config.training))
     if asked is True and reason:
         raise ConfigError(f"training.stream=true, but {reason}: set training.stream=auto", key="training.stream")
     if reason or asked is False or (asked == "auto" and (draft.config.runtime == "local" or not draft.machine.gpus)):
@@ -412,7 +412,7 @@ def tenants_of(plan: RLDraft) -> list[ModelFootprint]:
         name: str, section: str, facts: ModelFacts, model: ModelConfig, ranks: RanksConfig, world: int
     ) -> ModelFootprint:
         scored = completions / (config.minibatches if isinstance(ranks, TrainingConfig) else 1)
-        return ModelFootprint(name, section, facts, model, ranks, world, place_tokens(scored, longest, world, model))
+        return ModelFootprint(name, section, facts, model, ranks, world, model.place_tokens(scored, longest, world))
 
     return [
         tenant("policy", "training", plan.facts, config.model, config.training, world),

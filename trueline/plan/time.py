@@ -16,11 +16,10 @@ from trueline.plan.hardware import (
     Devices,
     devices_of,
 )
-from trueline.plan.memory import GIB, ModelFootprint, adapter_elements, bytes_of, cached_token_bytes, place_tokens
+from trueline.plan.memory import GIB, ModelFootprint, adapter_elements, bytes_of, cached_token_bytes, division
 from trueline.plan.offline import SupervisedPlan
 from trueline.plan.rl import RLPlan, tenants_of
 from trueline.plan.tasks import TASKS
-from trueline.training.engines import TRAIN_ENGINES
 
 
 def forward_flops(facts: ModelFacts, tokens: float, length: float) -> float:
@@ -32,14 +31,14 @@ def train_seconds(one: ModelFootprint, tokens: float, length: float, updates: in
     """Estimate `updates` of a model, which see so many tokens in all."""
     work = 3 - bool(one.model.lora.rank) + bool(one.model.gradient_checkpointing)  # in forward passes
     computed = work * forward_flops(one.facts, tokens, length) / devices.speed(one.world)
-    gathered = 2 * (stage_of(one) == 3) + (not one.model.lora.rank)  # weights for each direction, and gradients
+    gathered = 2 * gathers(one) + (not one.model.lora.rank)  # weights for each direction, and gradients
     moved = 16 * one.facts.parameters / one.world if one.ranks.offload == "moments" else 0
     return computed + gathered * exchange_seconds(one, tokens, devices) + updates * moved / HOST_RATE
 
 
 def score_seconds(one: ModelFootprint, tokens: float, length: float, devices: Devices) -> float:
     computed = forward_flops(one.facts, tokens, length) / devices.speed(one.world)
-    return computed + (exchange_seconds(one, tokens, devices) if stage_of(one) == 3 else 0)
+    return computed + (exchange_seconds(one, tokens, devices) if gathers(one) else 0)
 
 
 def exchange_seconds(one: ModelFootprint, tokens: float, devices: Devices) -> float:
@@ -52,8 +51,9 @@ def exchange_seconds(one: ModelFootprint, tokens: float, devices: Devices) -> fl
     return passes * nbytes / devices.exchange_rate(one.world)
 
 
-def stage_of(one: ModelFootprint) -> int:
-    return TRAIN_ENGINES[one.ranks.engine].stage(one.ranks, one.model.dtype)
+def gathers(one: ModelFootprint) -> bool:
+    """Tell whether ranks gather weights in every pass."""
+    return division(one).weights > 1
 
 
 def rollout_seconds(plan: RLPlan, devices: Devices) -> float:
@@ -83,8 +83,8 @@ def sync_bytes(plan: RLPlan) -> float:
 def sync_seconds(plan: RLPlan, devices: Devices) -> float:
     policy = tenants_of(plan)[0]
     rate = {"ipc": IPC_RATE, "gloo": GLOO_RATE, "nccl": devices.send_rate()}[plan.transport()]
-    gathers = stage_of(policy) == 3 and not plan.config.model.lora.adapter_only()  # adapters are small
-    gathered = exchange_seconds(policy, 1, devices) if gathers else 0
+    collects = gathers(policy) and not plan.config.model.lora.adapter_only()  # adapters are small
+    gathered = exchange_seconds(policy, 1, devices) if collects else 0
     return SYNC_SECONDS + sync_bytes(plan) / rate + gathered
 
 
@@ -117,6 +117,6 @@ def update_seconds(plan: SupervisedPlan, devices: Devices) -> float:
     """Estimate a step of an offline run with rows of the longest length."""
     config, world = plan.config, plan.layout.policy_ranks
     sequences = config.samples_per_step * TASKS[config.task].samples_per_row
-    share = place_tokens(sequences, plan.longest, world, config.model)
+    share = config.model.place_tokens(sequences, plan.longest, world)
     one = ModelFootprint("model", "training", plan.facts, config.model, config.training, world, share)
     return train_seconds(one, sequences * plan.longest, plan.longest, 1, devices)

@@ -103,6 +103,7 @@ class Rendezvous:
         host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
         self.listener = socket.socket()
         self.listener.bind((host, 0))
+        self.listener.listen()  # a refused rank sleeps for longer and longer before it tries again
         return host, self.listener.getsockname()[1]
 
     def store(self, address: Address, world: int, timeout_seconds: float) -> Any:

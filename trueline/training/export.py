@@ -17,7 +17,7 @@ from trueline.models.lora import ADAPTER, SETTINGS, load_adapter, merged_model, 
 from trueline.models.weight_names import Named, WeightNames, described_model
 from trueline.monitoring.run_folder import RUNS, RunFolder
 from trueline.training.checkpoints import MANIFEST, Checkpoints, save_tensors
-from trueline.training.engines import AVERAGE
+from trueline.training.engines.engine import AVERAGE
 from trueline.training.saving import FIXED, FORMAT, INDEX, MODEL, SavedState, shard_name, write_index
 
 FILE_BYTES = 4 * 2**30  # of weights in a file

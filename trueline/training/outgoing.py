@@ -7,8 +7,8 @@ from trueline.models import lora
 from trueline.models.weight_names import Named, WeightNames
 from trueline.runtime.fingerprints import LiveSums, add_bits
 from trueline.runtime.transport import WIRE_DTYPES, TensorSpec
-from trueline.training.engines import TrainEngine
-from trueline.training.shards import empty_tensors, own_elements
+from trueline.training.engines.engine import TrainEngine
+from trueline.training.engines.shards import empty_tensors, own_elements
 
 
 class Outgoing:

@@ -22,8 +22,8 @@ from trueline.models.lora import ADAPTER, SETTINGS, peft_name
 from trueline.models.weight_names import WeightNames
 from trueline.runtime.cluster import free_memory
 from trueline.training.checkpoints import SaveResult
-from trueline.training.engines import AVERAGE, TrainEngine
-from trueline.training.shards import Region, Shard, empty_tensors, piece, whole_region, whole_shard
+from trueline.training.engines.engine import AVERAGE, TrainEngine
+from trueline.training.engines.shards import Region, Shard, empty_tensors, piece, whole_region, whole_shard
 
 MODEL, LORA, TRAINING = "model/model", f"model/{Path(ADAPTER).stem}", "training"  # files, without ranks and suffix
 FIXED = "fixed.safetensors"  # non-parameters of a model's files, for checkpoints without a model

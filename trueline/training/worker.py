@@ -40,9 +40,9 @@ from trueline.runtime.host import build
 from trueline.training import report as reports
 from trueline.training import saving
 from trueline.training.checkpoints import SaveResult, check_tensors, save_tensors
-from trueline.training.deepspeed_config import GATHERING_ON_CPU
-from trueline.training.engines import AVERAGE, TRAIN_ENGINES, TrainEngine
-from trueline.training.optimizer import MOMENTS, stepped_by
+from trueline.training.engines.engine import AVERAGE, TrainEngine
+from trueline.training.engines.optimizer import MOMENTS, stepped_by
+from trueline.training.engines.table import TRAIN_ENGINES
 from trueline.training.outgoing import Outgoing
 from trueline.training.report import LossSettings, Report
 from trueline.training.samples import Arrays
@@ -96,9 +96,7 @@ class Worker:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.world, timeout=timeout)
         START.end("meeting")
-        # AutoTP splits whole layers, so such a model is sharded after it is read.
-        is_sharded = row.stage(spec.ranks, spec.model.dtype) == 3 and spec.model.tensor_parallel == 1
-        share_out: ShareOut | None = build(row.share_out, [spec]) if is_sharded else None
+        share_out: ShareOut | None = build(row.share_out, [spec, self.device]) if row.share_out else None
         config, packing = spec.model, spec.ranks.packing
         self.model = load_model(config, DTYPES[config.dtype], spec.head, packed=packing, share_out=share_out)
         self.names = WeightNames(self.model)
@@ -109,7 +107,7 @@ class Worker:
         self.shapes = {name: shape_of(tensor) for name, tensor in self.model.named_parameters()}
         is_whole = share_out is None and fits_whole(self.model, self.device, config.tensor_parallel)
         if is_whole or share_out is not None:
-            self.model.to(self.device)
+            self.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))
         speaks = spec.head == "language" and spec.distillation_target is None
         probe = Probe(self.model, self.device, packing, speaks and is_whole)
         self.scorer = self._make_scorer()
@@ -350,8 +348,8 @@ class Worker:
         weights = 0 if self.adapter else sum(map(math.prod, self.shapes.values())) * DTYPES[dtype].itemsize
         averaged = isinstance(ranks, TrainingConfig) and ranks.ema_decay > 0
         elements = sum(map(math.prod, self._trained_shapes().values()))
-        stage = TRAIN_ENGINES[ranks.engine].stage(ranks, dtype)
-        moments = 8 * elements / (world if stage else 1)  # allocated by the first step
+        division = TRAIN_ENGINES[ranks.engine].division(ranks, dtype, world)
+        moments = 8 * elements / division.optimizer  # allocated by the first step
         coming = moments if self.device.type == "cpu" else 0.0
         self.saver.allocate(saving.snapshot_bytes(weights, elements, world, averaged), sharers, coming)
 
@@ -435,9 +433,7 @@ def worker_target(ranks: RanksConfig) -> Target[Worker]:
 
 
 def rank_environment(ranks: RanksConfig, gpus: int) -> dict[str, str]:
-    row = TRAIN_ENGINES[ranks.engine]
-    gathers = not gpus and row.stage(ranks, "float32") == 3
-    return row.environment(gpus) | (GATHERING_ON_CPU if gathers else {})
+    return TRAIN_ENGINES[ranks.engine].environment(ranks, gpus)
 
 
 def rows_of(values: Tensor, batch: Batch, micro_batch: MicroBatch) -> list[Tensor]:

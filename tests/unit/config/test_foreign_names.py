@@ -105,7 +105,7 @@ grpo fp16 model.dtype
 grpo gradient_checkpointing model.gradient_checkpointing
 grpo lora_rank model.lora.rank
 grpo lora_alpha model.lora.alpha
-grpo zero_stage training.zero_stage
+grpo zero_stage training.deepspeed.zero_stage
 grpo vllm_num_engines rollout.engines
 grpo vllm_tensor_parallel_size rollout.tensor_parallel
 grpo vllm_gpu_memory_utilization rollout.gpu_memory_utilization

@@ -14,8 +14,6 @@ SIX_RANKS = "training.ranks=6 model.tensor_parallel=2 model.context_parallel=2"
 REFUSED = [  # overrides, and the parts of the message in their order
     (SIX_RANKS, [*SIX_RANKS.split(), "set it to 4 or a multiple"]),
     ("model.context_parallel=2 training.packing=false", ["model.context_parallel=2", "training.packing=true"]),
-    ("training.offload=all training.zero_stage=2", ["training.offload=all", "training.zero_stage=3 (got 2)"]),
-    ("training.offload=optimizer training.zero_stage=0", ["offload=optimizer", "zero_stage=1 or more (got 0)"]),
     ("model.lora.quantize=true", ["model.lora.quantize=true", "model.lora.rank to 1 or more (got 0)"]),
     (
         "training.share_prefixes=true training.packing=false",
@@ -26,10 +24,6 @@ REFUSED = [  # overrides, and the parts of the message in their order
         ["training.share_prefixes=true: context_parallel=2 divides sequences"],
     ),
     ("model.lora.rank=4 model.tensor_parallel=2", ["model.lora.rank=4", "model.tensor_parallel=1 (got 2)"]),
-    (
-        "model.lora.rank=4 model.lora.quantize=true training.zero_stage=3",
-        ["model.lora.quantize=true", "training.zero_stage=2 (got 3)"],
-    ),
 ]
 
 
@@ -44,11 +38,11 @@ def test_what_cannot_work_is_refused_by_key(kind: type[Config], overrides: str, 
     "overrides",
     [
         ["training.ranks=8", "model.tensor_parallel=2", "model.context_parallel=2"],
-        ["training.engine=torch", "training.ranks=1", "training.zero_stage=3"],
-        ["training.offload=all", "training.zero_stage=3"],
-        ["training.offload=optimizer", "training.zero_stage=1"],
+        ["training.engine=torch", "training.ranks=1", "training.deepspeed.zero_stage=3"],
+        ["training.offload=all", "training.deepspeed.zero_stage=3"],
+        ["training.offload=optimizer", "training.deepspeed.zero_stage=1"],
         ["model.lora.rank=4", "model.lora.quantize=true"],
-        ["model.lora.rank=4", "training.zero_stage=3", "model.context_parallel=2"],
+        ["model.lora.rank=4", "training.deepspeed.zero_stage=3", "model.context_parallel=2"],
         ["training.engine=torch", "model.lora.rank=4", "model.lora.quantize=true", "model.dtype=float32"],
         ["training.packing=false", "model.tensor_parallel=2"],
     ],

@@ -85,7 +85,9 @@ def test_a_name_is_one_folder_and_no_path(name: str) -> None:
         RLConfig.parse({"name": name})
 
 
-@pytest.mark.parametrize("override", ["training.zero_stage=4", "reference.zero_stage=2", "rollout.temperature=0"])
+@pytest.mark.parametrize(
+    "override", ["training.deepspeed.zero_stage=4", "reference.deepspeed.zero_stage=2", "rollout.temperature=0"]
+)
 def test_values_out_of_range_are_refused_by_key(override: str) -> None:
     assert refused(override).startswith(override.partition("=")[0])
 

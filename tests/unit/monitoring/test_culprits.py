@@ -13,11 +13,11 @@ NOW, PLENTY = 1_000_000.0, 500 * 2**30
 IN_ALL_REDUCE = """Thread 0x00007f (most recent call first):
   File "/venv/torch/distributed/distributed_c10d.py", line 3027 in all_reduce
   File "/venv/torch/distributed/c10d_logger.py", line 83 in wrapper
-  File "/venv/trueline/training/torch_engine.py", line 80 in step
+  File "/venv/trueline/training/engines/torch_engine.py", line 80 in step
 """
 IN_BARRIER = """Thread 12 (idle): "MainThread"
     barrier (torch/distributed/distributed_c10d.py:4800)
-    step (trueline/training/torch_engine.py:80)
+    step (trueline/training/engines/torch_engine.py:80)
 """
 COMPUTING = """Thread 0x00007f (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 320 in wait

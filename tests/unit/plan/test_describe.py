@@ -47,8 +47,8 @@ def test_every_kind_of_run_says_a_fact_in_the_same_words(
     assert all("\nwarning: no chat template: messages are joined by line breaks" in lines for lines in said)
     data = "; longest prompt 4 tokens, completions up to 32\n"
     assert f"data       1 prompts, 0 held out{data}" in rl and f"data       1 prompts{data}" in job
-    assert "policy     1 x torch rank, ZeRO 2, micro-batches of up to" in rl
-    assert "training   1 x torch rank, ZeRO 2, micro-batches of up to" in offline
+    assert "policy     1 x torch rank, micro-batches of up to" in rl
+    assert "training   1 x torch rank, micro-batches of up to" in offline
     assert "\nprefixes   the prompt of a group is computed once" in rl and "\nprefixes" not in offline
     adapted = [
         describe(plan_rl(RLConfig.parse(tree(2, **judged)))),
@@ -59,7 +59,7 @@ def test_every_kind_of_run_says_a_fact_in_the_same_words(
 
 def test_what_is_about_training_is_said_of_trained_models_only() -> None:
     wide = ModelConfig(tensor_parallel=2, context_parallel=3, gradient_checkpointing=True)
-    trained = TrainingConfig(zero_stage=1, micro_batch_tokens=64)
+    trained = TrainingConfig.parse({"deepspeed": {"zero_stage": 1}, "micro_batch_tokens": 64})
     shape = "tensor 2 x context 3"
     assert ranks_line("critic", 6, trained, wide) == (
         f"critic     6 x deepspeed rank, ZeRO 1, {shape}, micro-batches of up to 64 tokens, gradient checkpointing"

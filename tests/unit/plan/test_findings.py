@@ -108,7 +108,7 @@ def test_a_run_that_goes_on_names_the_same(verb: str, override: str, tmp_path: P
         ("sft", ["model.attention=eager", "training.packing=false"]),
         ("grpo", ["model.attention=eager", "training.packing=false"]),
         ("grpo", ["model.attention=eager", "reference.packing=false"]),
-        ("sft", ["evaluation.share=0.5", "evaluation.every=5", "training.zero_stage=3"]),
+        ("sft", ["evaluation.share=0.5", "evaluation.every=5", "training.deepspeed.zero_stage=3"]),
     ],
 )
 def test_a_key_with_an_effect_is_not_named(verb: str, overrides: list[str]) -> None:
@@ -118,7 +118,7 @@ def test_a_key_with_an_effect_is_not_named(verb: str, overrides: list[str]) -> N
 def test_adapters_need_no_reference_and_plain_torch_shards_nothing() -> None:
     (found,) = idle_keys(load("grpo", "model.lora.rank=8", "reference.ranks=2"))
     assert "its own reference" in found.why
-    (found,) = idle_keys(load("ppo", "runtime=local", "critic.zero_stage=3"))
+    (found,) = idle_keys(load("ppo", "runtime=local", "critic.deepspeed.zero_stage=3"))
     assert "critic.engine=torch" in found.why
 
 

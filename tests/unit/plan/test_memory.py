@@ -29,13 +29,12 @@ from trueline.plan.memory import (
     idle_bytes,
     kept_bytes,
     model_bytes,
-    place_tokens,
     settle,
     stepping_bytes,
     tenant_bytes,
 )
 from trueline.runtime.cluster import Machine
-from trueline.training.deepspeed_config import deepspeed_config
+from trueline.training.engines.deepspeed_config import deepspeed_config
 
 SMOLLM2 = ModelFacts(
     134_515_008,
@@ -78,6 +77,9 @@ def test_the_estimate_is_not_below_what_a_gpu_showed() -> None:
         assert measured * GIB < found < 1.2 * measured * GIB
 
 
+FSDP2 = {"engine": "fsdp2"}
+
+
 @pytest.mark.parametrize(
     ("ranks", "model", "world", "each"),  # bytes of each parameter
     [
@@ -85,16 +87,29 @@ def test_the_estimate_is_not_below_what_a_gpu_showed() -> None:
         (TrainingConfig(), {"dtype": "bfloat16"}, 1, 2 + 4 + 12),
         (TrainingConfig(ema_decay=0.9), {"dtype": "bfloat16"}, 1, 2 + 4 + 12 + 4),
         (TrainingConfig(offload="moments"), {"dtype": "bfloat16"}, 1, 2 + 4 + 4),
-        (TrainingConfig(zero_stage=3), {"dtype": "bfloat16"}, 4, (2 + 4 + 12) / 4),
-        (TrainingConfig(zero_stage=2), {}, 4, 4 + (4 + 8) / 4),
-        (TrainingConfig(zero_stage=1), {}, 4, 4 + 4 + 8 / 4),
+        (TrainingConfig.parse({"deepspeed": {"zero_stage": 3}}), {"dtype": "bfloat16"}, 4, (2 + 4 + 12) / 4),
+        (TrainingConfig.parse({"deepspeed": {"zero_stage": 2}}), {}, 4, 4 + (4 + 8) / 4),
+        (TrainingConfig.parse({"deepspeed": {"zero_stage": 1}}), {}, 4, 4 + 4 + 8 / 4),
         (TrainingConfig(offload="optimizer"), {}, 1, 4 + 4),
-        (TrainingConfig(zero_stage=0, optimizer="muon"), {}, 4, 4 + 4 + 4 + 4 * 2 * 49_152 * 576 / 134_515_008),
+        (
+            TrainingConfig.parse({"deepspeed": {"zero_stage": 0}, "optimizer": "muon"}),
+            {},
+            4,
+            4 + 4 + 4 + 4 * 2 * 49_152 * 576 / 134_515_008,
+        ),
         (TrainingConfig(), {"tensor_parallel": 2}, 2, (4 + 4 + 8) * (1 + 2 * 49_152 * 576 / 134_515_008) / 2),
         (TrainingConfig(), {"lora": {"rank": 8}}, 1, 4),
         (TrainingConfig(), {"lora": {"rank": 8, "quantize": True}}, 1, 0.5),
         (FrozenConfig(), {}, 4, 4),
-        (FrozenConfig(zero_stage=3), {}, 4, 1),
+        (FrozenConfig.parse({"deepspeed": {"zero_stage": 3}}), {}, 4, 1),
+        # FSDP2 computes with copies of its float32 weights, block by block, which `stepping_bytes` counts.
+        (TrainingConfig.parse(FSDP2), {}, 4, (4 + 4 + 8) / 4),
+        (TrainingConfig.parse(FSDP2), {"dtype": "bfloat16"}, 4, (4 + 4 + 8) / 4),
+        (TrainingConfig.parse(FSDP2 | {"replicas": 2}), {"dtype": "bfloat16"}, 4, (4 + 4 + 8) / 2),
+        (TrainingConfig.parse(FSDP2 | {"offload": "all"}), {"dtype": "bfloat16"}, 4, 4 / 4),
+        (TrainingConfig.parse(FSDP2), {"dtype": "bfloat16", "lora": {"rank": 8}}, 4, 2 / 4),
+        (FrozenConfig.parse(FSDP2), {"dtype": "bfloat16"}, 4, 2),
+        (FrozenConfig.parse(FSDP2 | {"replicas": 1}), {"dtype": "bfloat16"}, 4, 2 / 4),
     ],
 )
 def test_bytes_of_weights_gradients_and_optimizer(ranks: Any, model: dict[str, Any], world: int, each: float) -> None:
@@ -103,7 +118,7 @@ def test_bytes_of_weights_gradients_and_optimizer(ranks: Any, model: dict[str, A
 
 
 def test_muon_leaves_experts_and_models_that_are_all_embedding_to_adamw() -> None:
-    muon = TrainingConfig(zero_stage=0, optimizer="muon")
+    muon = TrainingConfig.parse({"deepspeed": {"zero_stage": 0}, "optimizer": "muon"})
     for facts in (replace(SMOLLM2, experts=8), replace(SMOLLM2, parameters=1000)):
         assert model_bytes(tenant(muon, facts)) == (4 + 4 + 8) * facts.parameters
 
@@ -264,7 +279,7 @@ def test_the_cache_of_a_device_has_a_key_head_at_least() -> None:
 def test_tensor_parallel_ranks_share_out_layers_and_no_optimizer() -> None:
     """ZeRO divides among ranks that hold the same parameters; embeddings and head stay whole on each."""
     for stage in (1, 2, 3):
-        ranks = TrainingConfig(zero_stage=stage)  # type: ignore[arg-type]
+        ranks = TrainingConfig.parse({"deepspeed": {"zero_stage": stage}})
         whole = 2 * LLAMA.vocabulary * LLAMA.hidden_size
         cut = whole + (LLAMA.parameters - whole) / 4
         alone, two = (tenant(ranks, LLAMA, world, tensor_parallel=4, dtype="bfloat16") for world in (4, 8))
@@ -275,20 +290,20 @@ def test_tensor_parallel_ranks_share_out_layers_and_no_optimizer() -> None:
 def test_a_rank_has_the_sequences_of_its_data_place() -> None:
     """Eight ranks in two places of a ring of two and tensor width two."""
     mesh = ModelConfig(tensor_parallel=2, context_parallel=2)
-    assert place_tokens(10, 100, 8, mesh) == 5 * 100 / 2
-    assert place_tokens(10, 100, 8, ModelConfig()) == 2 * 100  # one place has a second sequence
-    assert place_tokens(10, 100, 8, ModelConfig(tensor_parallel=8)) == 10 * 100
+    assert mesh.place_tokens(10, 100, 8) == 5 * 100 / 2
+    assert ModelConfig().place_tokens(10, 100, 8) == 2 * 100  # one place has a second sequence
+    assert ModelConfig(tensor_parallel=8).place_tokens(10, 100, 8) == 10 * 100
 
 
 def test_what_an_update_takes_besides_the_model_is_counted() -> None:
     """DeepSpeed's bucket of gradients, and pieces of moments that are on the host."""
 
     def stepping(offload: str, **ranks: Any) -> float:
-        return stepping_bytes(tenant(TrainingConfig(offload=offload, **ranks), LLAMA, dtype="bfloat16"))  # type: ignore[arg-type]
+        return stepping_bytes(tenant(TrainingConfig.parse({"offload": offload, **ranks}), LLAMA, dtype="bfloat16"))
 
     assert stepping("none") == 2 * 5e8
     assert stepping("moments") == 2 * 5e8 + GIB
-    assert stepping("none", zero_stage=3) == 2 * 2 * 2**26
+    assert stepping("none", deepspeed={"zero_stage": 3}) == 2 * 2 * 2**26
     assert stepping_bytes(tenant(FrozenConfig(), LLAMA)) == 0
     assert deepspeed_config(TrainingConfig(), "bfloat16")["zero_optimization"]["reduce_bucket_size"] == 5e8
 
@@ -428,5 +443,5 @@ def test_a_refusal_names_engines_or_lengths_or_another_model() -> None:
     ],
 )
 def test_a_stage_shares_out_what_it_says(dtype: str, stage: int, expected: float) -> None:
-    ranks = TrainingConfig.parse({"zero_stage": stage})
+    ranks = TrainingConfig.parse({"deepspeed": {"zero_stage": stage}})
     assert model_bytes(tenant(ranks, world=4, dtype=dtype)) / SMOLLM2.parameters == expected

@@ -258,7 +258,7 @@ def test_passes_follow_memory_and_are_said(elsewhere: Any) -> None:
     sizes = {gib: plan.config.training.micro_batch_tokens for gib, plan in plans.items()}
     assert sizes[200] == 4096 > sizes[32]
     assert [plan.config.model.gradient_checkpointing for plan in plans.values()] == [False, False, True]
-    assert f"ZeRO 2, micro-batches of up to {sizes[20]} tokens, gradient checkpointing" in describe(plans[20])
+    assert f"torch rank, micro-batches of up to {sizes[20]} tokens, gradient checkpointing" in describe(plans[20])
     words = [f"training.micro_batch_tokens={sizes[20]}", "model.gradient_checkpointing=true", "max_tokens=4096"]
     resumed = elsewhere("sft", 200, *words).config
     assert (resumed.training.micro_batch_tokens, resumed.model.gradient_checkpointing) == (sizes[20], True)

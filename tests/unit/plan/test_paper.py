@@ -125,14 +125,14 @@ def test_sampling_while_training_costs_the_longer_of_the_two() -> None:
 
 @pytest.mark.parametrize(("devices", "remedy"), [("8xH100", "3 and training.offload=optimizer"), ("8x8xH100", "3")])
 def test_offline_tasks_are_planned_too(devices: str, remedy: str) -> None:
-    with pytest.raises(ConfigError, match=f": set training.zero_stage={remedy}$") as caught:
+    with pytest.raises(ConfigError, match=f": set training.deepspeed.zero_stage={remedy}$") as caught:
         plan_on_paper(SftConfig.load([], ["model.path=llama-70b"]), read_devices(devices))
     said = plan_on_paper(SftConfig.load([], ["model.path=llama-70b", *proposed(caught.value)]), read_devices(devices))
     assert "ZeRO 3" in said and "rows of 2048 tokens" in said and "expected   train" in said
 
 
 def test_the_command_line_plans(capsys: pytest.CaptureFixture[str], model_folder: Path) -> None:
-    keys = ["training.zero_stage=3", "reference.zero_stage=3", "rollout.tensor_parallel=4"]
+    keys = ["training.deepspeed.zero_stage=3", "reference.deepspeed.zero_stage=3", "rollout.tensor_parallel=4"]
     assert main(["plan", "grpo", "--model-shape", "llama-70b", "--devices", "8x8xH100", *keys]) == 0
     said = capsys.readouterr().out
     for part in ("shape:llama-70b: 70553.7 M", "8 x 8 x H100", "engines    16 x vllm", "node       7: policy 56-63"):

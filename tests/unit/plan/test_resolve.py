@@ -35,8 +35,9 @@ from trueline.runtime.actors import Done, Placement
 from trueline.runtime.cluster import Machine
 from trueline.runtime.host import Location
 from trueline.runtime.placement import Layout, Processes, RoleRanks
-from trueline.training.engines import TRAIN_ENGINES, TrainRow
-from trueline.training.torch_engine import TorchEngine
+from trueline.training.engines.division import Division
+from trueline.training.engines.table import TRAIN_ENGINES, TrainRow
+from trueline.training.engines.torch_engine import TorchEngine
 from trueline.training.worker import WorkerSpec, worker_target
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -141,9 +142,9 @@ def test_what_the_torch_engine_cannot_do_is_refused_by_key(kind: type[EnginesCon
 
 @pytest.mark.parametrize("kind", [SftConfig, RLConfig, RaftConfig])
 def test_muon_is_refused_where_matrices_are_taken_apart(kind: type[EnginesConfig]) -> None:
-    muon, whole = "training.optimizer=muon", "training.zero_stage=0"
+    muon, whole = "training.optimizer=muon", "training.deepspeed.zero_stage=0"
     for words, got in (
-        ([], "training.zero_stage=0 (got 2)"),
+        ([], "training.deepspeed.zero_stage=0 (got 2)"),
         ([whole, "model.dtype=bfloat16"], "model.dtype=float32 (got bfloat16)"),
         ([whole, "model.tensor_parallel=2"], "model.tensor_parallel=1 (got 2)"),
     ):
@@ -154,12 +155,45 @@ def test_muon_is_refused_where_matrices_are_taken_apart(kind: type[EnginesConfig
         check_engines(kind.load([], [muon, *words]), "training")
 
 
+DEEPSPEED_REFUSES = [  # overrides, and the parts of the message in their order
+    (
+        "training.offload=all training.deepspeed.zero_stage=2",
+        ["training.offload=all", "training.deepspeed.zero_stage=3 (got 2)"],
+    ),
+    (
+        "training.offload=optimizer training.deepspeed.zero_stage=0",
+        ["offload=optimizer", "zero_stage=1 or more (got 0)"],
+    ),
+    (
+        "model.lora.rank=4 model.lora.quantize=true training.deepspeed.zero_stage=3",
+        ["model.lora.quantize=true", "training.deepspeed.zero_stage=2 (got 3)"],
+    ),
+    (
+        "training.compile=true training.deepspeed.zero_stage=3",
+        ["compile=true needs whole layers", "training.deepspeed.zero_stage=2 (got 3)"],
+    ),
+    (
+        "training.compile=true model.tensor_parallel=2",
+        ["compile=true needs whole layers", "model.tensor_parallel=1 (got 2)"],
+    ),
+]
+
+
+@pytest.mark.parametrize("kind", [SftConfig, RLConfig])
+@pytest.mark.parametrize(("overrides", "parts"), DEEPSPEED_REFUSES)
+def test_what_deepspeed_cannot_do_is_refused_by_key(
+    kind: type[EnginesConfig], overrides: str, parts: list[str]
+) -> None:
+    said = refused(kind.load([], overrides.split()), "training")
+    assert re.search(".*".join(map(re.escape, parts)), said), said
+
+
 def test_muon_is_refused_for_the_type_that_a_gpu_gives(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1", "completion": "2"}) + "\n")
     monkeypatch.setattr("trueline.plan.offline.machine_at_hand", lambda: machine(1))
-    words = [f"model.path={model_folder}", f"data.path={tmp_path}/rows.jsonl", "training.zero_stage=0"]
+    words = [f"model.path={model_folder}", f"data.path={tmp_path}/rows.jsonl", "training.deepspeed.zero_stage=0"]
     with pytest.raises(ConfigError, match=r"model.dtype=float32 \(got bfloat16\)"):
         plan_supervised(SftConfig.load([], [*words, "training.optimizer=muon"]))
 
@@ -171,7 +205,7 @@ def test_a_critic_is_trained_too_and_cut_as_it_says_itself() -> None:
     assert "got 2 ranks wide" in refused(RLConfig.load([], [*small, *wide]), "critic")
     check_engines(RLConfig.load([], [*small, *wide, "critic.context_parallel=1", "critic.ranks=1"]), "critic")
     muon = ["algorithm.preset=ppo", "critic.optimizer=muon"]
-    assert "critic.zero_stage=0 (got 2)" in refused(RLConfig.load([], muon), "critic")
+    assert "critic.deepspeed.zero_stage=0 (got 2)" in refused(RLConfig.load([], muon), "critic")
 
 
 def test_ranks_that_the_machine_gives_are_compared_too(
@@ -296,7 +330,7 @@ def test_processes_start_with_what_their_rows_say(monkeypatch: pytest.MonkeyPatc
 
 def test_only_ranks_that_gather_weights_take_memory_in_pieces_of_their_own() -> None:
     for stage, gpus, pieces in ((2, 0, False), (3, 0, True), (3, 1, False)):
-        target = worker_target(RanksConfig(engine="deepspeed", zero_stage=stage))
+        target = worker_target(RanksConfig.parse({"engine": "deepspeed", "deepspeed": {"zero_stage": stage}}))
         assert ("MALLOC_MMAP_THRESHOLD_" in target.environment(gpus)) == pieces
     assert "MALLOC_MMAP_THRESHOLD_" not in worker_target(RanksConfig(engine="torch")).environment(0)
 
@@ -333,8 +367,8 @@ def own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         local=True,
         several_ranks=False,
         masters=False,
-        stage=lambda ranks, dtype: 1,
-        environment=lambda gpus: {"OWN_TRAINER": str(gpus)},
+        division=lambda ranks, dtype, alike: Division(optimizer=alike),
+        environment=lambda ranks, gpus: {"OWN_TRAINER": str(gpus)},
     )
     sampler = RolloutRow(
         f"{__name__}:OwnSampler",

@@ -49,7 +49,9 @@ def tenant(
     model = ModelConfig.parse(
         {"dtype": "bfloat16", "tensor_parallel": width, "lora": {"rank": lora}, "gradient_checkpointing": checkpointing}
     )
-    training = TrainingConfig.parse({"micro_batch_tokens": 100_000, "zero_stage": 2, "offload": "none", **ranks})
+    training = TrainingConfig.parse(
+        {"micro_batch_tokens": 100_000, "deepspeed": {"zero_stage": 2}, "offload": "none", **ranks}
+    )
     return ModelFootprint("policy", "training", FACTS, model, training, world, 0.0)
 
 
@@ -73,9 +75,9 @@ def test_ranks_exchange_all_weights_in_every_pass() -> None:
     [
         (tenant(), 3, 1),  # forward, backward twice; gradients once
         (tenant(checkpointing=True), 4, 1),
-        (tenant(zero_stage=3), 3, 3),
+        (tenant(deepspeed={"zero_stage": 3}), 3, 3),
         (tenant(lora=8), 2, 0),  # no gradients of weights, and none to exchange
-        (tenant(lora=8, zero_stage=3), 2, 2),
+        (tenant(lora=8, deepspeed={"zero_stage": 3}), 2, 2),
     ],
 )
 def test_what_training_computes_and_exchanges(made: ModelFootprint, forwards: int, exchanges: int) -> None:
@@ -92,7 +94,9 @@ def test_moments_on_the_host_travel_both_ways_in_every_update() -> None:
 def test_scoring_is_one_pass_and_gathers_sharded_weights() -> None:
     computed = FORWARD / (4 * DEVICES.flops())
     assert score_seconds(tenant(), TOKENS, LENGTH, DEVICES) == pytest.approx(computed)
-    assert score_seconds(tenant(zero_stage=3), TOKENS, LENGTH, DEVICES) == pytest.approx(computed + exchange(3))
+    assert score_seconds(tenant(deepspeed={"zero_stage": 3}), TOKENS, LENGTH, DEVICES) == pytest.approx(
+        computed + exchange(3)
+    )
 
 
 WORDS = ("rollout.max_new_tokens=512", "rollout.max_prompt_tokens=100")
@@ -147,7 +151,7 @@ def test_a_sync_is_what_is_sent_and_what_is_gathered_first() -> None:
     full = 2 * plan.facts.parameters
     assert plan.transport() == "ipc" and sync_bytes(plan) == full
     assert sync_seconds(plan, DEVICES) == pytest.approx(SYNC_SECONDS + full / IPC_RATE)
-    adapter_only = planned("qwen2.5-7b", "8xH100", *WORDS, "placement=separate", "training.zero_stage=3")
+    adapter_only = planned("qwen2.5-7b", "8xH100", *WORDS, "placement=separate", "training.deepspeed.zero_stage=3")
     (gathered,) = (2 * adapter_only.facts.parameters / LINK,)
     assert adapter_only.transport() == "nccl"
     assert sync_seconds(adapter_only, DEVICES) == pytest.approx(SYNC_SECONDS + full / DEVICES.send_rate() + gathered)

@@ -246,7 +246,7 @@ def test_a_gradient_is_proven_within_its_precision(gap: float, proven: bool) -> 
         ({"epochs": 3}, "a step makes 3 updates"),
         ({"training": {"router_aux_loss_coef": 0.1}}, "training.router_aux_loss_coef needs the whole batch"),
         ({"rollout": {"max_staleness": 1}}, "rollout.max_staleness=1 already samples while it trains"),
-        ({"training": {"zero_stage": 3}}, "training.zero_stage=3 cannot discard gradients"),
+        ({"training": {"deepspeed": {"zero_stage": 3}}}, "training.deepspeed.zero_stage=3 cannot discard gradients"),
         ({"training": {"offload": "optimizer"}}, "training.offload=optimizer cannot discard gradients"),
     ],
 )

@@ -29,7 +29,7 @@ from trueline.runs.state import RLState
 from trueline.runtime.actors import ActorFailure
 from trueline.training import saving
 from trueline.training.checkpoints import Checkpoints
-from trueline.training.torch_engine import TorchEngine
+from trueline.training.engines.torch_engine import TorchEngine
 from trueline.training.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -155,7 +155,7 @@ def test_an_offline_run_saves_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """Steps that are not finite change nothing, so what came before them is what is saved."""
     run_letters(tmp_path, "grpo", "--dry-run")  # makes model and rows
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1:", "completion": "abc"}\n' * 8)
-    monkeypatch.setattr("trueline.training.torch_engine.TorchEngine.backward", poisoned_after(3))
+    monkeypatch.setattr("trueline.training.engines.torch_engine.TorchEngine.backward", poisoned_after(3))
     words = ["--model", f"{tmp_path}/model", "--data", f"{tmp_path}/rows.jsonl", f"folder={tmp_path}", "name=run"]
     small = ["samples_per_step=2", "runtime=local", "training.max_bad_steps=1", "checkpoint.every=0", "epochs=3"]
     assert main(["sft", *words, *small]) == 1
@@ -164,7 +164,7 @@ def test_an_offline_run_saves_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def poisoned_after(good: int) -> Any:
-    from trueline.training.torch_engine import TorchEngine
+    from trueline.training.engines.torch_engine import TorchEngine
 
     calls: list[int] = []
     whole = TorchEngine.backward

@@ -17,7 +17,7 @@ from trueline.config.rl import RolloutConfig
 from trueline.rollout.engines import ROLLOUT_ENGINES
 from trueline.runtime.cluster import Machine
 from trueline.runtime.placement import process_environment
-from trueline.training.engines import TRAIN_ENGINES
+from trueline.training.engines.table import TRAIN_ENGINES
 from trueline.training.worker import worker_target
 machines = [Machine(cpus=2, memory_bytes=2**34, gpus=gpus, gpu_bytes=2**34) for gpus in (0, 2)]
 ranks = [worker_target(RanksConfig(engine=name)) for name in TRAIN_ENGINES]

@@ -1,3 +1,4 @@
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -124,3 +125,13 @@ def test_a_group_that_answers_is_tried_and_kept() -> None:
     group = BroadcastGroup(transport.dist.HashStore(), 0, [0], 60.0)
     group.try_out()
     run_within(60.0, lambda: None)
+
+
+def test_a_rank_that_comes_before_the_store_is_not_refused() -> None:
+    """PyTorch's client tries a refused address again after a pause that can last for minutes."""
+    rendezvous = transport.Rendezvous()
+    address = rendezvous.open()
+    with socket.create_connection(address, timeout=10):
+        store = rendezvous.store(address, 1, 10.0)
+        store.set("key", "value")
+        assert store.get("key") == b"value"

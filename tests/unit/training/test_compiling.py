@@ -11,8 +11,7 @@ from torch import Tensor
 from tests.support.architectures import make_model
 from tests.support.tiny import make_samples
 from trueline.algorithms.loss_aggregation import set_weights
-from trueline.config.base import ConfigError
-from trueline.config.model import ModelConfig, TrainingConfig, check_training
+from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.data.types import Sample
 from trueline.monitoring.findings import Finding
 from trueline.runtime.actors import LocalActor
@@ -81,10 +80,3 @@ def test_layers_that_compile_wrongly_are_not_used(model_folder: Path, monkeypatc
     plain, _ = make_group(model_folder, compiled=False)
     assert norms == [plain.update(minibatch(), "sft", LossSettings())["grad_norm"] for _ in range(2)]
     assert worker.compiled is not None and worker.compiled.layers[0]._compiled_call_impl is None
-
-
-@pytest.mark.parametrize(("stage", "width"), [(3, 1), (2, 2)])
-def test_layers_that_are_divided_are_not_compiled(stage: int, width: int) -> None:
-    training = TrainingConfig.parse({"compile": True, "zero_stage": stage})
-    with pytest.raises(ConfigError, match=rf"compile=true needs whole layers.*got {stage}.*got {width}"):
-        check_training(training, ModelConfig(tensor_parallel=width))

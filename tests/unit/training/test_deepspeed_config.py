@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trueline.config.model import RanksConfig, TrainingConfig
-from trueline.training.deepspeed_config import effective_stage, without_mlflow
+from trueline.training.engines.deepspeed_config import effective_stage, without_mlflow
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ from trueline.training.deepspeed_config import effective_stage, without_mlflow
 def test_a_model_trained_in_bfloat16_runs_at_stage_2_or_3(
     ranks: type[RanksConfig], dtype: str, stages: list[int]
 ) -> None:
-    assert [effective_stage(ranks.parse({"zero_stage": stage}), dtype) for stage in range(4)] == stages
+    assert [effective_stage(ranks.parse({"deepspeed": {"zero_stage": stage}}), dtype) for stage in range(4)] == stages
 
 
 def test_deepspeed_does_not_find_mlflow_and_others_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from trueline.config.model import TrainingConfig
-from trueline.training import deepspeed_engine
-from trueline.training.deepspeed_engine import Cuts, DeepSpeedEngine
-from trueline.training.optimizer import learning_rate_at
+from trueline.training.engines import deepspeed_engine
+from trueline.training.engines.deepspeed_engine import Cuts, DeepSpeedEngine
+from trueline.training.engines.optimizer import learning_rate_at
 
 COURSE = TrainingConfig.parse({"learning_rate": 1.0, "schedule": "linear"})
 STEPS = 10
@@ -30,8 +30,8 @@ class Recorded:
         engine: Any = object.__new__(DeepSpeedEngine)
         engine.config, engine.total_steps, engine.steps, engine.plain = COURSE, STEPS, 4, plain
         engine.optimizer, engine.module = self.optimizer, self
-        engine.trained = {"weight": SimpleNamespace(grad="gradient")}
-        engine.cuts = SimpleNamespace(norm=lambda grads: self.norm if grads == {"weight": "gradient"} else math.nan)
+        engine.trained = {"weight": SimpleNamespace(grad=torch.tensor([norm]))}
+        engine.cuts = Cuts()
         engine.average = SimpleNamespace(update=lambda: self.calls.append("average")) if average else None
         self.made: DeepSpeedEngine = engine
 
@@ -78,7 +78,7 @@ def test_a_rank_of_stage_three_reads_its_own_part_of_a_tensor(
     engine.named = engine.trained = {
         "w": SimpleNamespace(ds_shape=(5, 2), shape=(), ds_tensor=SimpleNamespace(ds_numel=3))
     }
-    engine.cuts, engine.stage, engine.plain = Cuts(torch.nn.Module(), 1), 3, False
+    engine.cuts, engine.stage, engine.plain = Cuts(), 3, False
     monkeypatch.setattr(deepspeed_engine.dist, "get_rank", lambda: rank)
     assert engine.needed_slice("w", "exp_avg") == slice(*expected)
     assert engine.needed_slice("w", "weight") == (slice(0, 10) if rank == 0 else slice(*expected))

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from trueline.config.model import TrainingConfig
-from trueline.training import optimizer as optimizing
-from trueline.training.optimizer import (
+from trueline.training.engines import optimizer as optimizing
+from trueline.training.engines.optimizer import (
     MOMENTS,
     HostMomentsAdamW,
     MovingAverage,

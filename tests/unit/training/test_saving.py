@@ -26,11 +26,11 @@ from trueline.runtime.actors import LocalActor
 from trueline.training import checkpoints as checkpoint_files
 from trueline.training import saving
 from trueline.training.checkpoints import Checkpoints, SaveResult, digest, save_tensors
+from trueline.training.engines.shards import piece, whole_shard
 from trueline.training.export import export
 from trueline.training.group import ModelGroup, prepare_saving, write_models
 from trueline.training.report import LossSettings
 from trueline.training.saving import MODEL, TRAINING, Content, SavedState, Saver, shard_name
-from trueline.training.shards import piece, whole_shard
 from trueline.training.worker import Worker, WorkerSpec
 
 TENSORS = {

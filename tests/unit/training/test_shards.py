@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from trueline.training.shards import Region, Shard, cut_region, empty_tensors, piece, whole_region
+from trueline.training.engines.shards import Region, Shard, cut_region, empty_tensors, piece, whole_region
 
 SHAPES = {0: (4, 6), 1: (6, 4), 2: (2, 3, 8)}  # by the dimension that is cut
 

@@ -37,7 +37,7 @@ from trueline.rl.step import open_samples
 from trueline.runtime.actors import ActorFailure, LocalActor
 from trueline.runtime.fingerprints import bit_sum, wrap_int64
 from trueline.training.checkpoints import digest
-from trueline.training.deepspeed_config import GATHERING_ON_CPU
+from trueline.training.engines.deepspeed_config import GATHERING_ON_CPU
 from trueline.training.group import ModelGroup, write_models
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec, rank_environment
@@ -315,7 +315,7 @@ def test_a_checkpoint_with_one_tensor_too_many_is_refused_by_its_name(model_fold
 
 @pytest.mark.parametrize(("stage", "gpus", "gathers"), [(3, 0, True), (2, 0, False), (3, 1, False)])
 def test_ranks_that_gather_weights_on_cpus_give_large_allocations_back(stage: int, gpus: int, gathers: bool) -> None:
-    ranks = TrainingConfig(engine="deepspeed", zero_stage=stage)
+    ranks = TrainingConfig.parse({"engine": "deepspeed", "deepspeed": {"zero_stage": stage}})
     assert (GATHERING_ON_CPU.items() <= rank_environment(ranks, gpus).items()) is gathers
 
 

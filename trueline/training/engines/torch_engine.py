@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from trueline.config.model import TrainingConfig
 from trueline.models.scorer import hf_name
-from trueline.training import optimizer as optimizers
-from trueline.training.engines import Chosen, TensorState, TrainEngine
-from trueline.training.shards import Shard, whole_shard
+from trueline.training.engines import optimizer as optimizers
+from trueline.training.engines.engine import Chosen, TensorState, TrainEngine
+from trueline.training.engines.shards import Shard, whole_shard
 from trueline.training.worker import WorkerSpec
 
 

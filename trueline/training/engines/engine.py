@@ -1,8 +1,8 @@
-"""The protocol of training engines, and the table of them."""
+"""The protocol of training engines."""
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -10,9 +10,8 @@ from torch import Tensor
 
 from trueline.config.model import RanksConfig, TrainingConfig
 from trueline.data.types import Batch, ModelOutput, is_filled
-from trueline.training.deepspeed_config import ON_CPU, effective_stage
-from trueline.training.optimizer import MovingAverage, learning_rate_at
-from trueline.training.shards import Shard
+from trueline.training.engines.optimizer import MovingAverage, learning_rate_at
+from trueline.training.engines.shards import Shard
 
 AVERAGE = "average"  # the part of a tensor's state that engines keep separately
 TensorState = dict[str, Tensor]  # "weight" in float32 and, after the first step, the optimizer's moments
@@ -111,39 +110,3 @@ class TrainEngine(Protocol):
     def start_loading(self, steps: int) -> None:
         """Set the count of steps, and allocate moments before `load_state` fills them."""
         self.steps = steps
-
-
-@dataclass(frozen=True, slots=True)
-class TrainRow:
-    """What is known of an engine before a process imports it."""
-
-    path: str  # of a class that follows TrainEngine and is made from a Scorer, a WorkerSpec and a device
-    package: str = ""  # must be installed
-    brought_by: str = ""  # what installs it
-    local: bool = False  # it can run in the process of the run
-    several_ranks: bool = True  # that have joined torch.distributed before it is made
-    masters: bool = True  # float32 weights besides those that compute in bfloat16
-    offloads: tuple[str, ...] = ("moments", "optimizer", "all")
-    # What its ranks shard of a model in this type: 1 the optimizer, 2 gradients too, 3 weights too.
-    stage: Callable[[RanksConfig, str], int] = lambda ranks, dtype: 0
-    share_out: str = ""  # of a class that is a ShareOut and made from a WorkerSpec, for models with sharded weights
-    environment: Callable[[int], dict[str, str]] = lambda gpus: {}  # of its processes
-
-
-TRAIN_ENGINES = {
-    "deepspeed": TrainRow(
-        "trueline.training.deepspeed_engine:DeepSpeedEngine",
-        package="deepspeed",
-        brought_by="trueline itself on Linux",
-        stage=effective_stage,
-        share_out="trueline.training.deepspeed_engine:ZeroShareOut",
-        environment=lambda gpus: {} if gpus else ON_CPU,
-    ),
-    "torch": TrainRow(
-        "trueline.training.torch_engine:TorchEngine",
-        local=True,
-        several_ranks=False,
-        masters=False,
-        offloads=("moments",),
-    ),
-}

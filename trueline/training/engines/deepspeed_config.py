@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from trueline.config.model import RanksConfig, TrainingConfig
+from trueline.config.base import ConfigError
+from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
+from trueline.training.engines.division import Division, Sizes
 
 NO_LIMIT = 1e30  # without clipping DeepSpeed does not compute the gradient's norm
 BUCKET = 500_000_000  # elements of gradients that ranks exchange at a time at ZeRO 1 and 2 (DeepSpeed's default)
@@ -76,5 +78,52 @@ def at_once(elements: int) -> int:
 def effective_stage(config: RanksConfig, dtype: str) -> int:
     """Return the ZeRO stage, at least 2 for bfloat16 training, with the same results."""
     # Below stage 2, DeepSpeed 0.19 keeps float32 sums and master weights where a checkpoint cannot read them.
-    trained = isinstance(config, TrainingConfig)
-    return max(config.zero_stage, 2) if trained and dtype == "bfloat16" else config.zero_stage
+    stage = config.deepspeed.zero_stage
+    return max(stage, 2) if isinstance(config, TrainingConfig) and dtype == "bfloat16" else stage
+
+
+def division(ranks: RanksConfig, dtype: str, alike: int) -> Division:
+    stage = effective_stage(ranks, dtype)
+    weights, gradients, optimizer = (alike if stage >= least else 1 for least in (3, 2, 1))
+    return Division(weights, gradients, optimizer)
+
+
+def working(ranks: TrainingConfig, dtype: str, sizes: Sizes) -> float:
+    """Return the elements of the buckets of gradients."""
+    stage = effective_stage(ranks, dtype)
+    return BUCKET if stage in (1, 2) else 2 * at_once(int(sizes.model)) if stage == 3 else 0
+
+
+def environment(ranks: RanksConfig, gpus: int) -> dict[str, str]:
+    gathers = ranks.deepspeed.zero_stage == 3
+    return {} if gpus else ON_CPU | (GATHERING_ON_CPU if gathers else {})
+
+
+def keeps_gradients(ranks: RanksConfig) -> str:
+    """Return why gradients cannot be discarded, or nothing."""
+    if ranks.deepspeed.zero_stage == 3:
+        return "deepspeed.zero_stage=3"
+    return f"offload={ranks.offload}" if ranks.offload in ("optimizer", "all") else ""
+
+
+def check(ranks: TrainingConfig, model: ModelConfig, section: str) -> None:
+    """Refuse keys that cannot work together."""
+    stage, key = ranks.deepspeed.zero_stage, f"{section}.deepspeed.zero_stage"
+    if ranks.offload == "all" and stage != 3:
+        raise ConfigError(f"{section}.offload=all needs {key}=3 (got {stage})")
+    if ranks.offload == "optimizer" and stage == 0:
+        raise ConfigError(f"{section}.offload=optimizer needs {key}=1 or more (got 0)")
+    if ranks.compile and (stage == 3 or model.tensor_parallel > 1):
+        raise ConfigError(
+            f"{section}.compile=true needs whole layers on every rank: set {key}=2 (got {stage}) and "
+            f"model.tensor_parallel=1 (got {model.tensor_parallel})"
+        )
+    if model.lora.quantize and stage == 3:
+        raise ConfigError(f"model.lora.quantize=true cannot be sharded: set {key}=2 (got 3)")
+    if ranks.optimizer == "muon" and (effective_stage(ranks, model.dtype) or model.tensor_parallel > 1):
+        raise ConfigError(
+            f"{section}.optimizer=muon steps whole matrices in float32, which ZeRO, bfloat16 and tensor parallelism "
+            f"take apart: set {key}=0 (got {stage}), model.dtype=float32 (got {model.dtype}) and "
+            f"model.tensor_parallel=1 (got {model.tensor_parallel}), {section}.engine=fsdp2, or "
+            f"{section}.optimizer=adamw"
+        )

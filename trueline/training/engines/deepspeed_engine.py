@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trueline.config.base import ConfigError
 from trueline.config.model import TrainingConfig
 from trueline.models.loading import DTYPES, ShareOut, shape_of
 from trueline.models.scorer import Scorer, hf_name
-from trueline.training import optimizer as optimizers
-from trueline.training.deepspeed_config import at_once, deepspeed_config, effective_stage, without_mlflow
-from trueline.training.engines import Chosen, TensorState, TrainEngine
-from trueline.training.shards import Region, Shard, cut_region, whole_region
+from trueline.training.engines import optimizer as optimizers
+from trueline.training.engines.deepspeed_config import at_once, deepspeed_config, effective_stage, without_mlflow
+from trueline.training.engines.engine import Chosen, TensorState, TrainEngine
+from trueline.training.engines.shards import Region, Shard
+from trueline.training.engines.tensor_cuts import PARTIAL, Cuts, layer_styles, weight_pattern
 from trueline.training.worker import WorkerSpec
 
 with without_mlflow():
@@ -27,13 +26,11 @@ with without_mlflow():
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters, is_zero_param
     from deepspeed.utils import groups
 
-# Transformers' names for ways to split a layer, as AutoTP's settings. The head and the embeddings stay whole.
-STYLES: dict[str, dict[str, Any]] = {
+AUTOTP: dict[str, dict[str, Any]] = {  # its settings by style
     "colwise": {"partition_type": "column"},
     "rowwise": {"partition_type": "row"},
-    "replicated_with_grad_allreduce": {"partition_type": "skip", "grad_allreduce": True},
+    PARTIAL: {"partition_type": "skip", "grad_allreduce": True},
 }
-EMBEDDINGS = "embedding_rowwise"
 KEPT = (None, "none", "moments")  # offloads that leave master weights on the device
 SHARDED = optimizers.MOMENTS["adamw"]  # ZeRO keeps these alone; Muon needs whole matrices
 
@@ -43,6 +40,12 @@ def join(spec: WorkerSpec) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ.update(RANK=str(spec.rank), LOCAL_RANK="0", WORLD_SIZE=str(spec.world))
     deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+
+
+def share_out(spec: WorkerSpec, device: torch.device) -> ShareOut | None:
+    """Return how ranks divide a model while they read it: at ZeRO 3, unless AutoTP has to split whole layers first."""
+    is_sharded = effective_stage(spec.ranks, spec.model.dtype) == 3 and spec.model.tensor_parallel == 1
+    return ZeroShareOut(spec) if is_sharded else None
 
 
 class ZeroShareOut(ShareOut):
@@ -88,7 +91,7 @@ class DeepSpeedEngine(TrainEngine):
         self.named = {hf_name(name): parameter for name, parameter in self.module.module.named_parameters()}
         self.trained = {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
         self.base = optimizer
-        self.cuts = Cuts(self.module.module, spec.model.tensor_parallel)
+        self.cuts = find_cuts(self.module.module, spec.model.tensor_parallel)
         self.replicas = dist.get_world_size() // spec.model.tensor_parallel
         # Without ZeRO, DeepSpeed steps the plain optimizer on the plain parameters.
         self.plain = self.stage == 0
@@ -116,7 +119,8 @@ class DeepSpeedEngine(TrainEngine):
 
     def step_if_finite(self) -> float:
         if self.plain:  # DeepSpeed neither computes the norm nor checks it
-            norm = float(self.cuts.norm({name: parameter.grad for name, parameter in self.trained.items()}))
+            gradients = {name: parameter.grad for name, parameter in self.trained.items()}
+            norm = float(gradient_norm(gradients, self.cuts))
             if math.isfinite(norm):
                 self.module.step()
             else:
@@ -288,80 +292,34 @@ class DeepSpeedEngine(TrainEngine):
 
 
 def tensor_parallel(model: Any, size: int) -> dict[str, Any] | None:
-    """Return AutoTP's rules for a model, from the plan in its Hugging Face configuration."""
+    """Return AutoTP's rules for a model."""
     # DeepSpeed's groups last as long as the process, for every later engine.
     if groups.mpu is not None and groups.get_tensor_model_parallel_world_size() != size:
         raise RuntimeError(f"this process has used another size: model.tensor_parallel={size} needs a new process")
     if size == 1:
         return None
-    settings = model.config.get_text_config()
-    plan = {layer: style for layer, style in (settings.base_model_tp_plan or {}).items() if style != EMBEDDINGS}
-    if not plan:
-        raise ConfigError(f"model.tensor_parallel={size}: {settings.model_type} has no tensor-parallel plan; set 1")
-    for layer, style in plan.items():
-        if style not in STYLES:
-            raise ConfigError(
-                f"model.tensor_parallel={size}: {settings.model_type} needs {style} of {layer}, which is not supported "
-                "(like all fused projections and experts); set it to 1"
-            )
-    sizes = settings.to_dict()
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        if (sizes.get(key) or 0) % size:
-            raise ConfigError(f"model.tensor_parallel={size} does not divide the model's {key}={sizes[key]}")
-    patterns = {layer: rf".*\.{re.escape(layer)}\.weight$".replace(r"\*", r"\d+") for layer in plan}
-    specs = [{"patterns": [patterns[layer]], **STYLES[style]} for layer, style in plan.items()]
-    # Parameters that work on split activations but are not in the plan would have partial gradients.
-    rules = [re.compile(pattern) for pattern in patterns.values()]
-    names = [f".{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    blocks = {name.rsplit(".", 2)[0] + "." for name in names if any(rule.match(name) for rule in rules)}
-    for name, _ in model.named_parameters():
-        weight = f".{name.rpartition('.')[0]}.weight"
-        inside = any(weight.startswith(block) for block in blocks)
-        if inside and not any(rule.match(weight) for rule in rules):
-            raise ConfigError(f"model.tensor_parallel: the model's plan does not include {name}; set 1")
+    plan = layer_styles(model, size)
+    specs = [{"patterns": [weight_pattern(layer)], **AUTOTP[style]} for layer, style in plan.items()]
     return {"autotp_size": size, "partition_config": {"use_default_specs": False, "layer_specs": specs}}
 
 
-class Cuts:
-    """Which parameters are split over the tensor-parallel group, and along which dimension.
+def find_cuts(module: nn.Module, size: int) -> Cuts:
+    """Return what AutoTP has split."""
+    dims: dict[str, int] = {}
+    if size == 1:
+        return Cuts()
+    for name, layer in module.named_modules():
+        if isinstance(layer, LinearAllreduce):  # its bias is added after the sum, so every rank has it whole
+            dims[hf_name(f"{name}.weight")] = 1
+        elif isinstance(layer, LinearLayer):
+            dims |= {hf_name(f"{name}.{part}"): 0 for part, _ in layer.named_parameters()}
+    return Cuts(size, dims, groups.get_tensor_model_parallel_group(), groups.get_tensor_model_parallel_rank())
 
-    `whole` and `norm` are collective: every rank of the group calls them for the same tensors in the same order.
-    """
 
-    def __init__(self, module: nn.Module, size: int) -> None:
-        self.size = size
-        self.dims: dict[str, int] = {}
-        self.group, self.rank = None, 0
-        if size == 1:
-            return
-        self.group, self.rank = groups.get_tensor_model_parallel_group(), groups.get_tensor_model_parallel_rank()
-        for name, layer in module.named_modules():
-            if isinstance(layer, LinearAllreduce):  # its bias is added after the sum, so every rank has it whole
-                self.dims[hf_name(f"{name}.weight")] = 1
-            elif isinstance(layer, LinearLayer):
-                self.dims |= {hf_name(f"{name}.{part}"): 0 for part, _ in layer.named_parameters()}
-
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        if (dim := self.dims.get(name)) is None:
-            return part
-        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, part.contiguous(), group=self.group)
-        return torch.cat(parts, dim)
-
-    def region(self, name: str, part: tuple[int, ...]) -> Region:
-        """Return where this rank's part lies in the whole, by its shape."""
-        if (dim := self.dims.get(name)) is None:
-            return whole_region(part)
-        return cut_region((*part[:dim], part[dim] * self.size, *part[dim + 1 :]), dim, self.rank, self.size)
-
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        dim = self.dims.get(name)
-        return whole if dim is None else whole.chunk(self.size, dim)[self.rank].contiguous()
-
-    def norm(self, gradients: dict[str, Tensor]) -> Tensor:
-        """Return the norm of all gradients; those of whole parameters, which every rank has, count once."""
-        cut = nn.utils.get_total_norm([gradient for name, gradient in gradients.items() if name in self.dims]) ** 2
-        whole = nn.utils.get_total_norm([gradient for name, gradient in gradients.items() if name not in self.dims])
-        if self.dims:
-            dist.all_reduce(cut, group=self.group)
-        return (cut + whole**2).sqrt()
+def gradient_norm(gradients: dict[str, Tensor], cuts: Cuts) -> Tensor:
+    """Return the norm of all gradients; those of whole parameters, which every rank has, count once."""
+    cut = nn.utils.get_total_norm([gradient for name, gradient in gradients.items() if name in cuts.dims]) ** 2
+    whole = nn.utils.get_total_norm([gradient for name, gradient in gradients.items() if name not in cuts.dims])
+    if cuts.dims:
+        dist.all_reduce(cut, group=cuts.group)
+    return (cut + whole**2).sqrt()
