@@ -1,4 +1,4 @@
-"""Under ZeRO 3 no rank ever holds more than its part of a model and a little: it starts, learns, saves and resumes."""
+"""Under ZeRO 3 and FSDP2 no rank ever holds more of a model than its part and a little: it starts, learns, resumes."""
 
 import os
 import threading
@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, core_model_loading
 
 from tests.support.architectures import make_model as make_model_of_kind
+from tests.support.engines import ENGINES
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
@@ -70,8 +71,8 @@ class Peaks:
             time.sleep(0.01)
 
 
-def make_worker(rank: int, world: int, model: str) -> Worker:
-    training = TrainingConfig.parse({"engine": "deepspeed", "deepspeed": {"zero_stage": 3}, "learning_rate": 1e-4})
+def make_worker(rank: int, world: int, model: str, engine: str) -> Worker:
+    training = TrainingConfig.parse(ENGINES[engine] | {"learning_rate": 1e-4})
     return started(Worker(WorkerSpec(ModelConfig(path=model, dtype="float32"), training, rank, world, 2 * STEPS, 0)))
 
 
@@ -86,9 +87,9 @@ def train(worker: Worker, rounds: range) -> list[float]:
     return losses
 
 
-def train_and_save(rank: int, world: int, model: str, folder: Path) -> Found:
+def train_and_save(rank: int, world: int, model: str, folder: Path, engine: str) -> Found:
     peaks = Peaks()
-    worker = make_worker(rank, world, model)
+    worker = make_worker(rank, world, model, engine)
     worker.prepare_saving(world)
     peaks.phase = "train"
     losses = train(worker, range(STEPS))
@@ -100,9 +101,9 @@ def train_and_save(rank: int, world: int, model: str, folder: Path) -> Found:
     return losses + train(worker, range(STEPS, STEPS + 1)), peaks.found
 
 
-def resume(rank: int, world: int, model: str, folder: Path) -> Found:
+def resume(rank: int, world: int, model: str, folder: Path, engine: str) -> Found:
     peaks = Peaks()
-    worker = make_worker(rank, world, model)
+    worker = make_worker(rank, world, model, engine)
     worker.prepare_saving(world)
     peaks.phase = "load"
     worker.load(str(folder))
@@ -120,25 +121,29 @@ CASES = {  # what is loaded: model, kind of head, rank of adapters, type
 }
 
 
-def load_shared(rank: int, world: int, models: dict[str, str], trained: bool) -> dict[str, dict[int, Weights]]:
-    """The weights of every case, whole again, at stages 2 and 3."""
-    found: dict[str, dict[int, Weights]] = {}
+def load_shared(rank: int, world: int, models: dict[str, str], trained: bool) -> dict[str, dict[str, Weights]]:
+    """The weights of every case, whole again, as every rank reads them and as they are shared out."""
+    found: dict[str, dict[str, Weights]] = {}
     read: list[Any] = []
     reading: Any = core_model_loading
     materialize = reading._materialize_copy
     reading._materialize_copy = lambda stored, *rest: read.append(stored.get_shape()) or materialize(stored, *rest)
     for name, (model, head, adapters, dtype) in CASES.items():
         config = ModelConfig(path=models[model], dtype=dtype, lora=LoraConfig(rank=adapters))
-        for stage in (2, 3) if trained else (0, 3):
-            rate = {"learning_rate": 1e-6} if trained else {}
+        for engine in ("zero2" if trained else "zero0", "zero3", "fsdp2"):
+            rate = {"learning_rate": 1e-6} if trained else {"replicas": 1 if engine == "fsdp2" else None}
             read.clear()
-            ranks = (TrainingConfig if trained else RanksConfig).parse({"deepspeed": {"zero_stage": stage}} | rate)
+            ranks = (TrainingConfig if trained else RanksConfig).parse(ENGINES[engine] | rate)
             worker = started(Worker(WorkerSpec(config, ranks, rank, world, 10, seed=3, head=head)))
             weights = {name: tensor.float().numpy().copy() for name, tensor in worker.engine.weights()}
             assert {name: array.shape for name, array in weights.items()} == worker.shapes
             buffers = {name: tensor.float().numpy().copy() for name, tensor in worker.names.buffers.items()}
-            found.setdefault(name, {})[stage] = weights | buffers
-            assert bool(read) == (stage < 3 or rank == 0), (name, read)  # each byte once, by rank 0
+            found.setdefault(name, {})[engine] = weights | buffers
+            assert bool(read) == (engine in ("zero0", "zero2") or rank == 0), (
+                name,
+                engine,
+                read,
+            )  # each byte once, by rank 0
     return found
 
 
@@ -152,13 +157,15 @@ def test_what_is_shared_out_while_it_is_read_is_the_model(
     models = {name: str(make_tiny_model(tmp_path / name, tied=name == "tied")) for name in ("tied", "untied")}
     models["mixture"] = str(make_model_of_kind(tmp_path / "mixture", "glm4_moe"))  # with a buffer in its files
     for found in run_ranks(load_shared, 2, tmp_path / "ranks", models, trained):
-        for name, by_stage in found.items():
-            expected, shared = by_stage.values()
-            assert shared.keys() == expected.keys(), name
-            wrong = [key for key in shared if shared[key].tobytes() != expected[key].tobytes()]
-            assert not wrong, (name, wrong)
-        assert not found["critic"][3]["score.weight"].any()
-        assert any(name.endswith("e_score_correction_bias") for name in found["mixture"][3])
+        for name, by_engine in found.items():
+            expected, *others = by_engine.values()
+            for shared in others:
+                assert shared.keys() == expected.keys(), name
+                wrong = [key for key in shared if shared[key].tobytes() != expected[key].tobytes()]
+                assert not wrong, (name, wrong)
+        for engine in ("zero3", "fsdp2"):
+            assert not found["critic"][engine]["score.weight"].any()
+            assert any(name.endswith("e_score_correction_bias") for name in found["mixture"][engine])
 
 
 class Large(Worker):
@@ -168,19 +175,20 @@ class Large(Worker):
         return False
 
 
-def score_cut(rank: int, world: int, model: str) -> list[np.ndarray]:
+def score_cut(rank: int, world: int, model: str, engine: str) -> list[np.ndarray]:
     """Score by a model that was whole before it was cut, and by one that never was."""
     samples = make_samples(4)
     (passes,) = plan_micro_batches([sample.length() for sample in samples], 1, Budget(512))
     config = ModelConfig(path=model, dtype="float32", tensor_parallel=2)
-    ranks = TrainingConfig.parse({"engine": "deepspeed", "deepspeed": {"zero_stage": 2}, "learning_rate": 1e-6})
+    ranks = TrainingConfig.parse(ENGINES[engine] | {"learning_rate": 1e-6})
     workers = [started(kind(WorkerSpec(config, ranks, rank, world, 10, seed=3))) for kind in (Worker, Large)]
     return [worker.score(pack_samples(samples), passes, 1.0) for worker in workers]
 
 
-def test_a_model_that_no_device_holds_is_cut_where_it_was_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["zero2", "fsdp2"])
+def test_a_model_that_no_device_holds_is_cut_where_it_was_read(engine: str, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", tied=False)
-    for whole, never in run_ranks(score_cut, 2, tmp_path / "ranks", str(model)):
+    for whole, never in run_ranks(score_cut, 2, tmp_path / "ranks", str(model), engine):
         np.testing.assert_array_equal(whole, never)
 
 
@@ -205,12 +213,15 @@ def groups() -> Iterator[list[Path]]:
 
 
 @pytest.mark.soak
-def test_a_model_trains_where_a_rank_has_room_for_its_part_alone(tmp_path: Path, groups: list[Path]) -> None:
+@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+def test_a_model_trains_where_a_rank_has_room_for_its_part_alone(
+    engine: str, tmp_path: Path, groups: list[Path]
+) -> None:
     parameters = make_model(tmp_path / "model")
     limit = int(0.6 * GIB + 1.3 * STATE_BYTES * parameters / RANKS)
     for group in groups:
         (group / "memory.limit_in_bytes").write_text(str(limit))
-    given = (str(tmp_path / "model"), tmp_path / "saved")
+    given = (str(tmp_path / "model"), tmp_path / "saved", engine)
     whole = run_ranks(train_and_save, RANKS, tmp_path / "first", *given, groups=groups)
     again = run_ranks(resume, RANKS, tmp_path / "second", *given, groups=groups)
     for (losses, peaks), (resumed, more) in zip(whole, again, strict=True):

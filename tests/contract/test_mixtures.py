@@ -1,4 +1,4 @@
-"""Mixtures under ZeRO: whichever ranks hold their fused experts, files and engines get them as files have them."""
+"""Mixtures under ZeRO and FSDP2: whichever ranks hold fused experts, files and engines get them as files have them."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from tests.support.architectures import make_model
+from tests.support.engines import ENGINES, ZERO
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples
 from trueline.algorithms.loss_aggregation import set_weights
@@ -19,13 +20,13 @@ from trueline.runtime.transport import plan_buckets
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 
-STAGES = (0, 1, 2, 3)
+DIVIDED = (*ZERO, "fsdp2")
 RATE = 1e-2  # what AdamW's first step moves a weight by; of the smallest gradients it magnifies the rounding
 Weights = dict[str, np.ndarray]
 
 
-def make_worker(rank: int, world: int, model: ModelConfig, stage: int) -> Worker:
-    training = TrainingConfig.parse({"engine": "deepspeed", "deepspeed": {"zero_stage": stage}, "learning_rate": RATE})
+def make_worker(rank: int, world: int, model: ModelConfig, engine: str) -> Worker:
+    training = TrainingConfig.parse(ENGINES[engine] | {"learning_rate": RATE})
     return started(Worker(WorkerSpec(model, training, rank, world, 4, 0)))
 
 
@@ -50,21 +51,22 @@ def sent(worker: Worker) -> Weights:
 def train_and_save(rank: int, world: int, model: str, folder: Path) -> dict[str, Weights]:
     found: dict[str, Weights] = {}
     config = ModelConfig(path=model, dtype="float32")
-    for stage in STAGES:
-        worker = make_worker(rank, world, config, stage)
+    for engine in DIVIDED:
+        worker = make_worker(rank, world, config, engine)
         update(worker, rank, world)
-        target = folder / str(stage)
+        target = folder / engine
         target.mkdir(parents=True, exist_ok=True)
         worker.save(str(target))
         saved = worker.save_result(wait=True)
         assert saved is not None and saved.problem is None
-        found[f"zero {stage}"] = sent(worker)
+        found[engine] = sent(worker)
     torch.distributed.barrier()
-    again = make_worker(rank, world, config, 3)
-    again.load(str(folder / "1"))
+    again = make_worker(rank, world, config, "zero3")
+    again.load(str(folder / "zero1"))
     found["resumed"] = sent(again)
     adapted = replace_lora(config)
-    found["adapters at the start"] = sent(make_worker(rank, world, adapted, 3))
+    for engine in ("zero3", "fsdp2"):
+        found[f"adapters, {engine}"] = sent(make_worker(rank, world, adapted, engine))
     return found
 
 
@@ -81,26 +83,27 @@ def on_disk(folder: Path) -> Weights:
 
 
 @pytest.mark.parametrize("kind", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
-def test_every_stage_saves_and_sends_the_names_on_disk(kind: str, tmp_path: Path) -> None:
+def test_every_engine_saves_and_sends_the_names_on_disk(kind: str, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", kind)
     start = on_disk(model)
     for found in run_ranks(train_and_save, 2, tmp_path / "ranks", str(model), tmp_path / "saved"):
         assert all(weights.keys() == start.keys() for weights in found.values())
         for name, tensor in start.items():
-            np.testing.assert_array_equal(found["adapters at the start"][name], tensor)
-            np.testing.assert_array_equal(found["resumed"][name], found["zero 1"][name])
-            for stage in STAGES:
-                np.testing.assert_allclose(found[f"zero {stage}"][name], found["zero 0"][name], atol=RATE / 10)
-        for stage in STAGES:
-            saved = on_disk(tmp_path / "saved" / str(stage) / "model")
+            for engine in ("zero3", "fsdp2"):
+                np.testing.assert_array_equal(found[f"adapters, {engine}"][name], tensor)
+            np.testing.assert_array_equal(found["resumed"][name], found["zero1"][name])
+            for engine in DIVIDED:
+                np.testing.assert_allclose(found[engine][name], found["zero0"][name], atol=RATE / 10)
+        for engine in DIVIDED:
+            saved = on_disk(tmp_path / "saved" / engine / "model")
             assert saved.keys() == start.keys()
-            assert all(np.array_equal(saved[name], found[f"zero {stage}"][name]) for name in saved)
-        trained = found["zero 0"]
+            assert all(np.array_equal(saved[name], found[engine][name]) for name in saved)
+        trained = found["zero0"]
         assert any(not np.array_equal(trained[name], start[name]) for name in start if ".experts." in name)
 
 
 def keep_bias(rank: int, world: int, model: str) -> dict[str, Any]:
-    worker = make_worker(rank, world, ModelConfig(path=model, dtype="bfloat16"), 2)
+    worker = make_worker(rank, world, ModelConfig(path=model, dtype="bfloat16"), "zero2")
     fixed = {name: tensor.numpy() for name, tensor in worker.outgoing.plain_weights() if name in worker.names.fixed}
     specs = {spec.name: spec.dtype for spec in worker.weight_specs("bfloat16")}
     held = {name: tensor.numpy() for name, tensor in worker.model.named_buffers() if name in worker.names.buffers}

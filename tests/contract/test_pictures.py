@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForImageTextToText
 
+from tests.support.engines import ENGINES
 from tests.support.model_table import WITH_PICTURES, check_cell
 from tests.support.pictures import MAKERS, make_picture, png
 from tests.support.ranks import run_ranks, started
@@ -50,7 +51,6 @@ class Case:
 
     family: str = "idefics3"
     engine: str = "torch"
-    stage: int = 0
     packing: bool = True
     rows: int | None = None  # per pass
     world: int = 1
@@ -58,7 +58,7 @@ class Case:
 
     def name(self) -> str:
         flags = ["padded"] * (not self.packing) + ["checkpointing"] * self.checkpointing
-        parts = [self.family, self.engine, f"ranks{self.world}", f"zero{self.stage}", f"rows{self.rows}", *flags]
+        parts = [self.family, self.engine, f"ranks{self.world}", f"rows{self.rows}", *flags]
         return "-".join(parts)
 
     def column(self) -> str:
@@ -74,13 +74,15 @@ ALONE = [
         if not (packing and family in UNPACKED)
     ),
     *(Case(family, checkpointing=True) for family in ("idefics3", "qwen2_5_vl")),
-    *(Case(engine="deepspeed", stage=stage, rows=1) for stage in (0, 2, 3)),
-    *(Case("qwen2_5_vl", "deepspeed", stage, packing, rows=1) for stage in (0, 3) for packing in (True, False)),
+    *(Case(engine=engine, rows=1) for engine in ("zero0", "zero2", "zero3", "fsdp2")),
+    *(Case("qwen2_5_vl", engine, packing, rows=1) for engine in ("zero0", "zero3") for packing in (True, False)),
 ]
 # With one row per pass, a pass of one rank has no picture, while the other rank's has.
-PAIR = [Case(engine="deepspeed", stage=stage, rows=1, world=2) for stage in (0, 2, 3)]
+PAIR = [Case(engine=engine, rows=1, world=2) for engine in ("zero0", "zero2", "zero3", "fsdp2")]
 PAIR += [
-    Case("qwen2_5_vl", "deepspeed", stage, packing, rows=1, world=2) for stage in (0, 3) for packing in (True, False)
+    Case("qwen2_5_vl", engine, packing, rows=1, world=2)
+    for engine in ("zero0", "zero3", "fsdp2")
+    for packing in (True, False)
 ]
 
 
@@ -120,12 +122,7 @@ def take(rank: int, world: int, models: dict[str, str], cases: list[Case], seeds
             gradient_checkpointing=case.checkpointing,
             head_chunk_tokens=7,
         )
-        keys = {
-            "engine": case.engine,
-            "deepspeed": {"zero_stage": case.stage},
-            "learning_rate": 1e-12,
-            "packing": case.packing,
-        }
+        keys = ENGINES[case.engine] | {"learning_rate": 1e-12, "packing": case.packing}
         worker = started(Worker(WorkerSpec(model, TrainingConfig.parse(keys), rank, world, 100, 0)))
         for loss, settings in SETTINGS.items():
             samples, together = samples_of(models[case.family], loss, seeds), 1 + (loss == "preference")

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.engines import ENGINES, ZERO
 from tests.support.mixtures import by_hand, told_samples
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_tiny_mixture
@@ -20,23 +21,22 @@ Found = tuple[dict[str, float], dict[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class Case:
-    stage: int
+    engine: str
     ring: int = 1
     checkpointing: bool = False
 
 
-PAIR = [*(Case(stage) for stage in (0, 1, 2, 3)), Case(3, checkpointing=True), Case(2, ring=2)]
+PAIR = [
+    *(Case(engine) for engine in (*ZERO, "fsdp2")),
+    *(Case(engine, checkpointing=True) for engine in ("zero3", "fsdp2")),
+    Case("zero2", ring=2),
+]
 
 
 def replay(rank: int, world: int, model: str, samples: list[Sample], cases: list[Case]) -> dict[Case, Found]:
     found = {}
     for case in cases:
-        settings = {
-            "deepspeed": {"zero_stage": case.stage},
-            "replay_routing": True,
-            "max_grad_norm": 0.0,
-            "learning_rate": 1e-6,
-        }
+        settings = ENGINES[case.engine] | {"replay_routing": True, "max_grad_norm": 0.0, "learning_rate": 1e-6}
         shape = ModelConfig(
             path=model, dtype="float32", context_parallel=case.ring, gradient_checkpointing=case.checkpointing
         )

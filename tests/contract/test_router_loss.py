@@ -1,4 +1,4 @@
-"""The loss that balances experts has one gradient, over ZeRO stages, data ranks and a ring."""
+"""The loss that balances experts has one gradient, over training engines, data ranks and a ring."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.engines import ENGINES, ZERO
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_mixture
 from trueline.algorithms.loss_aggregation import set_weights
@@ -22,13 +23,17 @@ Found = tuple[float, dict[str, np.ndarray]]
 
 @dataclass(frozen=True)
 class Case:
-    stage: int = 0
+    engine: str = "zero0"
     ring: int = 1
     checkpointing: bool = False
 
 
 ALONE = Case()
-PAIR = [*(Case(stage) for stage in (0, 1, 2, 3)), Case(3, checkpointing=True), Case(2, ring=2)]
+PAIR = [
+    *(Case(engine) for engine in (*ZERO, "fsdp2")),
+    *(Case(engine, checkpointing=True) for engine in ("zero3", "fsdp2")),
+    *(Case(engine, ring=2) for engine in ("zero2", "fsdp2")),
+]
 
 
 def balance(rank: int, world: int, model: str, cases: list[Case]) -> dict[Case, Found]:
@@ -36,12 +41,7 @@ def balance(rank: int, world: int, model: str, cases: list[Case]) -> dict[Case, 
     samples = make_samples(7, seed=3)
     set_weights(samples, "token_mean", 0)
     for case in cases:
-        settings = {
-            "deepspeed": {"zero_stage": case.stage},
-            "router_aux_loss_coef": 3.0,
-            "max_grad_norm": 0.0,
-            "learning_rate": 1e-6,
-        }
+        settings = ENGINES[case.engine] | {"router_aux_loss_coef": 3.0, "max_grad_norm": 0.0, "learning_rate": 1e-6}
         shape = ModelConfig(
             path=model, dtype="float32", context_parallel=case.ring, gradient_checkpointing=case.checkpointing
         )

@@ -20,6 +20,7 @@ from trueline.data.types import Sample
 from trueline.rl import step
 from trueline.rl.streaming import Stream
 from trueline.rollout.rollouts import Rollouts
+from trueline.training.engines.table import kept_gradients
 from trueline.training.group import ModelGroup
 from trueline.training.report import LossSettings
 from trueline.training.samples import Fields, SampleNumbers, StoredSamples
@@ -248,11 +249,13 @@ def test_a_gradient_is_proven_within_its_precision(gap: float, proven: bool) -> 
         ({"rollout": {"max_staleness": 1}}, "rollout.max_staleness=1 already samples while it trains"),
         ({"training": {"deepspeed": {"zero_stage": 3}}}, "training.deepspeed.zero_stage=3 cannot discard gradients"),
         ({"training": {"offload": "optimizer"}}, "training.offload=optimizer cannot discard gradients"),
+        ({"training": {"engine": "fsdp2", "offload": "all"}}, ""),
     ],
 )
 def test_what_cannot_be_streamed_says_why(words: dict[str, Any], reason: str) -> None:
     config = RLConfig.model_validate({"algorithm": {"preset": "grpo"}}).with_keys(words)
-    assert stream_obstacle(config).startswith(reason) and bool(stream_obstacle(config)) == bool(reason)
+    found = stream_obstacle(config, kept_gradients(config.training))
+    assert found.startswith(reason) and bool(found) == bool(reason)
 
 
 def test_what_was_asked_for_and_cannot_be_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
