@@ -9,8 +9,8 @@ import os
 import random
 import re
 import sys
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -44,26 +44,37 @@ def check_scorer(part: RewardPartConfig, *, probe: bool = False) -> None:
 def check_judge(part: RewardPartConfig, available: Collection[str], *, probe: bool = False) -> None:
     """Refuse a wrong address, model or pattern, and a prompt with values that no row has; a probe lists the models."""
     judge = part.judge
-    check_address(judge.url, "judge.url")
-    if not judge.model:
-        raise ConfigError("judge.model is empty: name the model of the LLM judge")
+    check_judge_server(part)
     try:
         groups = re.compile(judge.pattern).groups
     except re.error as error:
         raise ConfigError(f"judge.pattern={judge.pattern}: not a regular expression: {error}") from None
     if groups == 0:
         raise ConfigError(f"judge.pattern={judge.pattern} has no group: put brackets around the number")
-    named = {match[2] for match in FIELD.finditer(judge.prompt)} - {None}
-    if missing := sorted(named.difference(available)):
-        raise ConfigError(
-            f"judge.prompt: no value for {{{missing[0]}}}; there are {', '.join(sorted(available))}: name a column, "
-            f"set data.label_column, or write {{{{{missing[0]}}}}} for the text itself"
-        )
-    if "reply" not in named:
-        raise ConfigError("judge.prompt does not show the reply: put {reply} into it")
-    secrets_of(part.remote)
+    check_prompt("judge.prompt", judge.prompt, available)
     if probe:
         check_judge_model(part)
+
+
+def check_judge_server(part: RewardPartConfig) -> None:
+    """Refuse a judge without an address, a model or the secrets that its keys name."""
+    check_address(part.judge.url, "judge.url")
+    if not part.judge.model:
+        raise ConfigError("judge.model is empty: name the model of the LLM judge")
+    secrets_of(part.remote)
+
+
+def check_prompt(key: str, prompt: str, available: Collection[str], shown: Collection[str] = ("reply",)) -> None:
+    """Refuse a judge's prompt with values that no row has, or without one of those that it has to show."""
+    named = {match[2] for match in FIELD.finditer(prompt)} - {None}
+    if missing := sorted(named.difference(available)):
+        raise ConfigError(
+            f"{key}: no value for {{{missing[0]}}}; there are {', '.join(sorted(available))}: name a column, "
+            f"set data.label_column, or write {{{{{missing[0]}}}}} for the text itself"
+        )
+    for name in shown:
+        if name not in named:
+            raise ConfigError(f"{key} does not show the {name}: put {{{name}}} into it")
 
 
 def check_judge_model(part: RewardPartConfig) -> None:
@@ -146,12 +157,8 @@ class RemoteAddress:
 
     async def post(self, body: Any) -> Any:
         """Post a body, and return the JSON of the response; the time limit is for all attempts together."""
-        try:
-            async with asyncio.timeout(self.timeout_seconds):
-                response = await self._try(json.dumps(body, default=str).encode())
-        except TimeoutError:
-            message = f"{self.name}: no response within reward.timeout_seconds={self.timeout_seconds:g}"
-            raise RewardTimeout(message) from None
+        async with self.deadline():
+            response = await self._try(json.dumps(body, default=str).encode())
         if not response.is_success:
             failure = self.failure(f"status {response.status_code}: {response.text}")
             raise Refusal(str(failure)) if response.status_code in (400, 422) else failure
@@ -159,6 +166,15 @@ class RemoteAddress:
             return response.json()
         except ValueError:
             raise self.failure(f"no JSON came back: {response.text}") from None
+
+    @asynccontextmanager
+    async def deadline(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                yield
+        except TimeoutError:
+            message = f"{self.name}: no response within reward.timeout_seconds={self.timeout_seconds:g}"
+            raise RewardTimeout(message) from None
 
     async def _try(self, content: bytes) -> httpx.Response:
         problem = ""
@@ -218,21 +234,20 @@ class ScorerReward(BatchedReward):
         return self.address.failure(f"a reward must be a finite number, got {reward!r}")
 
 
-class JudgeReward(BatchedReward):
-    """An LLM judge with an OpenAI-compatible address; the number in its completion is the reward."""
+class Judge:
+    """An LLM behind an OpenAI-compatible address, to which prompts go."""
 
     def __init__(self, part: RewardPartConfig, timeout_seconds: float) -> None:
-        self.judge = part.judge
+        self.model = part.judge.model
         self.temperature = part.judge.temperature  # None: not sent
         self.address = RemoteAddress(f"{part.judge.url.rstrip('/')}/chat/completions", part.remote, timeout_seconds)
-        super().__init__(self._score_batch, 1, part.remote.concurrency, self.address.client.aclose)
 
-    async def _score_batch(self, calls: list[Call]) -> list[Score]:
-        (call,) = calls
-        prompt, sent = fill_prompt(self.judge.prompt, call), self.temperature
+    async def answer(self, prompt: str, call: Call) -> str | None:
+        """Return the text of the judge's completion, if it has one; the pictures of the call go along."""
+        sent = self.temperature
         seen = [{"type": "image_url", "image_url": {"url": url}} for url in call.get(IMAGES, [])]
         shown = [*seen, {"type": "text", "text": prompt}] if seen else prompt
-        body = {"model": self.judge.model, "messages": [{"role": "user", "content": shown}]}
+        body = {"model": self.model, "messages": [{"role": "user", "content": shown}]}
         try:
             response = await self.address.post(body if sent is None else body | {"temperature": sent})
         except Refusal as refusal:  # servers of reasoning models refuse a temperature
@@ -244,22 +259,35 @@ class JudgeReward(BatchedReward):
             text = response["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise self.address.failure(f"no chat completion came back: {response!r}") from None
-        match, number = re.search(self.judge.pattern, text) if isinstance(text, str) else None, math.nan
+        return text if isinstance(text, str) else None
+
+
+class JudgeReward(BatchedReward):
+    """An LLM judge; the number in its completion is the reward."""
+
+    def __init__(self, part: RewardPartConfig, timeout_seconds: float) -> None:
+        self.keys, self.judge = part.judge, Judge(part, timeout_seconds)
+        super().__init__(self._score_batch, 1, part.remote.concurrency, self.judge.address.client.aclose)
+
+    async def _score_batch(self, calls: list[Call]) -> list[Score]:
+        (call,) = calls
+        text = await self.judge.answer(fill_prompt(self.keys.prompt, call), call)
+        match, number = re.search(self.keys.pattern, text or ""), math.nan
         with suppress(ValueError, TypeError):  # the group matched other text, or nothing
-            number = float(match[1]) * self.judge.scale if match else math.nan
+            number = float(match[1]) * self.keys.scale if match else math.nan
         if not math.isfinite(number):
-            raise self.address.failure(f"judge.pattern={self.judge.pattern} finds no number in: {text}")
+            raise self.judge.address.failure(f"judge.pattern={self.keys.pattern} finds no number in: {text}")
         return [number]
 
 
-def fill_prompt(prompt: str, call: Call) -> str:
+def fill_prompt(prompt: str, call: Call, key: str = "judge.prompt") -> str:
     """Fill in each {name} of a prompt once; braces in values, and other braces, stay as they are."""
 
     def value(match: re.Match[str]) -> str:
         if match[1]:
             return f"{{{match[1]}}}"
         if (found := call.get(match[2])) is None:
-            raise RewardFailure(f"judge.prompt: this row has no value for {{{match[2]}}}")
+            raise RewardFailure(f"{key}: this row has no value for {{{match[2]}}}")
         return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
 
     return FIELD.sub(value, prompt)

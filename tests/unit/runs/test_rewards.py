@@ -89,7 +89,7 @@ def test_every_kind_is_opened_with_the_keys_of_the_run(tmp_path: Path) -> None:
     assert isinstance(right, FunctionReward) and right.config is config
     assert {host.log for host in right.hosts} == {tmp_path / "reward-right.log"}
     assert isinstance(asked, ScorerReward) and (asked.batch, asked.address.timeout_seconds) == (7, 5)
-    assert isinstance(graded, JudgeReward) and (graded.batch, graded.address.timeout_seconds) == (1, 5)
+    assert isinstance(graded, JudgeReward) and (graded.batch, graded.judge.address.timeout_seconds) == (1, 5)
     assert isinstance(learnt, ModelReward) and learnt.batch == 7
 
 
