@@ -180,7 +180,7 @@ def proposed(folder: Path) -> Iterator[tuple[str, list[str]]]:
     yield from ((file.name, [file.stem, "--config", f"examples/{file.name}"]) for file in EXAMPLES)
     for page in PAGES:
         blocks = re.findall(r"^```yaml\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-        for number, block in enumerate(blocks):
+        for number, block in enumerate(block for block in blocks if not block.startswith("items:")):  # not a rubric
             (folder / f"{page.stem}-{number}.yaml").write_text(block)
             keys = ["--model", "model", "--data", "data.jsonl", "--config", f"{page.stem}-{number}.yaml"]
             yield page.name, ["grpo", *keys]

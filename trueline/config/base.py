@@ -117,17 +117,19 @@ def merge(under: Tree, over: Tree) -> Tree:
     return merged
 
 
-def read_tree(file: Path) -> Tree:
+def read_tree(file: Path, named: str = "") -> Tree:
+    """Read a YAML file; errors begin with how it was `named`."""
+    place = named or f"--config {file}"
     try:
-        tree = load_yaml(file.read_text(encoding="utf-8-sig"), f"--config {file}")
+        tree = load_yaml(file.read_text(encoding="utf-8-sig"), place)
     except OSError as error:
-        raise ConfigError(f"--config {file}: cannot be read ({error.strerror}); give a YAML file") from None
+        raise ConfigError(f"{place}: cannot be read ({error.strerror}); give a YAML file") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"--config {file}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
+        raise ConfigError(f"{place}: not UTF-8 text ({error.reason}); save it as UTF-8") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {file}: not valid YAML: {error}") from None
+        raise ConfigError(f"{place}: not valid YAML: {error}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"--config {file}: expected `key: value` lines, found {type(tree).__name__}")
+        raise ConfigError(f"{place}: expected `key: value` lines, found {type(tree).__name__}")
     return tree
 
 

@@ -68,7 +68,7 @@ class RewardModelKeys(Config):
 
 class RewardPartConfig(RewardModelKeys):
     function: PublicAddress = ""
-    """A built-in, file.py:name, package.module:name, the folder of a reward model, judge, or a scorer's http:// URL."""
+    """A built-in, file.py:name, module:name, judge, a reward model's folder, a rubric's YAML, or a scorer's URL."""
     weight: float = Field(1.0, allow_inf_nan=False)
     """Weight in the sum of several rewards."""
     clip: float | None = Field(None, gt=0, allow_inf_nan=False)

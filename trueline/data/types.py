@@ -362,6 +362,10 @@ def pack_samples(samples: list[Sample], *, experts: bool = True, shares: bool = 
     return PackedSamples(lengths, weights, labels, arrays, shares, pictures if any(pictures) else ())
 
 
+RUBRIC = "rubric/"  # metrics of an episode whose reward has a rubric
+ROW_ITEM = f"{RUBRIC}row_item/"  # of items that a row has for itself: in transcripts, for means would mix rows
+
+
 def episode_metric(metrics: dict[str, float], name: str) -> float | None:
     """Return a metric of an episode, or None; a single value is its own mean."""
     return metrics.get(name, metrics.get(name.removesuffix("/mean")))

@@ -144,7 +144,7 @@ def check_trials(case: Case) -> Iterator[Finding]:
         yield Finding(FINE, "no_reward", "there is no reward function to check")
     for name, part in config.named_parts().items() if case.rows else ():
         key = f"reward.parts.{name}.function" if config.parts else "reward.function"
-        if kind_of(part) != "function":
+        if kind_of(part) not in ("function", "rubric"):
             why = "it is not a function, and may cost money"
             yield Finding(FINE, "reward_not_called", f"{part.function} was not called", why, key)
         elif (trial := case.trials.get(name)) is not None and trial.asked:

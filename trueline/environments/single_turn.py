@@ -25,7 +25,7 @@ async def score_reply(
     """Return the result of an episode: the reward of its reply, added to what it has earned already."""
     result = await rewards.score(reward_call(prompt, reply, talk))
     parts = {f"reward/{name}": value for name, value in result.parts.items()}
-    return EpisodeResult(result.reward + earned, result.policy_error, parts)
+    return EpisodeResult(result.reward + earned, result.policy_error, parts | result.metrics)
 
 
 def reward_call(prompt: Prompt, reply: str, talk: Talk | None = None) -> Call:

@@ -142,7 +142,8 @@ def describe_result(verdict: Verdict) -> str:
     """Put a verdict into one line; of a traceback, its last words and the function's line."""
     if isinstance(verdict, RewardFailure):
         return f"none: {short_cause(str(verdict))}"
-    parts = ", ".join(f"{name} {value:g}" for name, value in verdict.parts.items()) if len(verdict.parts) > 1 else ""
+    shown = (verdict.parts if len(verdict.parts) > 1 else {}) | verdict.metrics
+    parts = ", ".join(f"{name} {value:g}" for name, value in shown.items())
     notes = [f"reward.policy_error: {verdict.policy_error}"] * bool(verdict.policy_error) + [parts] * bool(parts)
     return f"{verdict.reward:g}" + "".join(f" ({note})" for note in notes)
 

@@ -15,7 +15,7 @@ from trueline.config.base import ConfigError
 from trueline.config.sampling import GenerateConfig
 from trueline.data.messages import Message, content_of
 from trueline.data.pictures import image_parts, payloads_of, picture_file
-from trueline.data.types import Outcome, Prompt, Trajectory
+from trueline.data.types import RUBRIC, Outcome, Prompt, Trajectory
 from trueline.files import Row, atomic_path, rows_at, whole_lines, write_once
 from trueline.rollout.evaluation import PART
 from trueline.rollout.failures import RolloutFailure
@@ -64,10 +64,12 @@ def shown_in(messages: list[Message], row: Row) -> Row:
 def completion_of(trajectory: Trajectory, scored: bool) -> Sampled:
     """Describe a completion; `reward` is null where nothing scored it, or the scoring failed."""
     parts = {name: value for name, value in trajectory.metrics.items() if name.startswith(PART)}
+    rubric = {name.removeprefix(RUBRIC): value for name, value in trajectory.metrics.items() if name.startswith(RUBRIC)}
     return {
         "reply": trajectory.reply,
         "reward": trajectory.reward if scored else None,
         "parts": {name.removeprefix(PART): value for name, value in parts.items()},
+        **({"rubric": rubric} if rubric else {}),
         "outcome": str(trajectory.outcome),
         "truncated": trajectory.truncated,
         **({"limit": trajectory.limit} if trajectory.limit else {}),
@@ -80,7 +82,7 @@ def conversations_of(trajectory: Trajectory) -> Sampled:
     """Return the conversations of an episode, and what the environment reports of it."""
     dialogues = [(one, {"tools": one.tools} if one.tools else {}) for one in trajectory.dialogues]
     conversations = [{"prompt": one.prompt, "completion": one.completion, **tools} for one, tools in dialogues]
-    metrics = {name: value for name, value in trajectory.metrics.items() if not name.startswith(PART)}
+    metrics = {name: value for name, value in trajectory.metrics.items() if not name.startswith((PART, RUBRIC))}
     return {"conversations": conversations, "metrics": metrics}
 
 

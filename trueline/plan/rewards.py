@@ -138,7 +138,9 @@ def check_part(
             near = difflib.get_close_matches(name, others, 1)
             guess = f", or did you mean reward.parts.{near[0]}?" if near else ""
             raise ConfigError(f"it has no function: set reward.parts.{name}.function{guess}")
-        if (loaded := REWARD_KINDS[kind_of(part)].check(part, config, examples, asked)) is None:
+        loaded = REWARD_KINDS[kind_of(part)].check(part, config, examples, asked)
+        if not isinstance(loaded, LoadedFunction):
+            found.lines += loaded or []
             return True
         found.functions[name], found.trials[name] = loaded, trial
         if trial.is_hopeless() and not played:

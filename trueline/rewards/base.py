@@ -39,8 +39,16 @@ def short_cause(error: str) -> str:
     return f"{error.rstrip().rpartition(chr(10))[2]:.{LONGEST_CAUSE}}{where}"
 
 
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """A reward with metrics of its own, by their names in transcripts."""
+
+    reward: float
+    metrics: dict[str, float]
+
+
 class Reward(Protocol):
-    async def score(self, call: Call) -> float:
+    async def score(self, call: Call) -> float | Graded:
         """Return the reward, or raise PolicyError, or RewardFailure and its kinds."""
 
     async def stop(self) -> None:
@@ -52,9 +60,10 @@ class RewardResult:
     reward: float  # the task reward of one completion
     parts: dict[str, float] = field(default_factory=dict)  # each reward by its name, before its weight
     policy_error: str = ""  # why the completion got reward.policy_error instead
+    metrics: dict[str, float] = field(default_factory=dict)  # that rewards report besides; of several, as METRIC/PART
 
 
-Score = float | RewardFailure  # of one call of a batch
+Score = float | Graded | RewardFailure  # of one call of a batch
 ScoreBatch = Callable[[list[Call]], Awaitable[list[Score]]]
 
 
@@ -70,7 +79,7 @@ class BatchedReward:
         self.tasks: list[asyncio.Task[list[Score]]] = []  # the last one is that of the open batch
         self.stopped = False
 
-    async def score(self, call: Call) -> float:
+    async def score(self, call: Call) -> float | Graded:
         if self.stopped:
             raise RewardUnreachable("stopped before a call was made")
         if not self.open or len(self.open) == self.batch:

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from trueline.config.reward import RewardConfig, RewardPartConfig
 from trueline.monitoring.heartbeat import WORK
-from trueline.rewards.base import Call, PolicyError, Reward, RewardFailure, RewardResult
+from trueline.rewards.base import Call, Graded, PolicyError, Reward, RewardFailure, RewardResult
 from trueline.rewards.function_reward import FunctionReward, LoadedFunction, Probe, check_function
 from trueline.rewards.functions import REWARDS
 from trueline.rewards.model import check_reward_model
 from trueline.rewards.remote import JudgeReward, ScorerReward, check_judge, check_scorer
+from trueline.rewards.rubric import SUFFIXES, RubricReward, check_rubric
 from trueline.rewards.scoring import CONVERSATIONAL
 
 
@@ -29,23 +30,31 @@ class CombinedReward:
         if failures := [error for error in errors if not isinstance(error, PolicyError)]:
             raise failures[0]
         named = zip(self.parts, results, strict=True)
-        values = {name: result for name, result in named if not isinstance(result, BaseException)}
+        graded = {name: result for name, result in named if not isinstance(result, BaseException)}
+        values = {name: one.reward for name, one in graded.items()}
+        metrics = {
+            f"{metric}/{name}" if len(self.parts) > 1 else metric: value
+            for name, one in graded.items()
+            for metric, value in one.metrics.items()
+        }
         if errors:
-            return RewardResult(self.policy_error, values, str(errors[0]) or PolicyError.__name__)
-        return RewardResult(sum((self.parts[name][1].weight * value for name, value in values.items()), 0.0), values)
+            return RewardResult(self.policy_error, values, str(errors[0]) or PolicyError.__name__, metrics)
+        total = sum((self.parts[name][1].weight * value for name, value in values.items()), 0.0)
+        return RewardResult(total, values, metrics=metrics)
 
-    async def _score_part(self, name: str, call: Call) -> float:
+    async def _score_part(self, name: str, call: Call) -> Graded:
         """Return a clipped reward; among several rewards, errors name the one that failed."""
         reward, part = self.parts[name]
         try:
             with WORK.doing("reward", name, self.places[name]):
-                value = await reward.score(call)
+                scored = await reward.score(call)
         except (RewardFailure, PolicyError) as error:
             named = type(error)(f"{name}: {error}" if len(self.parts) > 1 else str(error))
             if isinstance(named, RewardFailure):
                 named.part = name
             raise named from error
-        return value if part.clip is None else max(-part.clip, min(part.clip, value))
+        value, metrics = (scored.reward, scored.metrics) if isinstance(scored, Graded) else (scored, {})
+        return Graded(value if part.clip is None else max(-part.clip, min(part.clip, value)), metrics)
 
     async def stop(self) -> None:
         await asyncio.gather(*(reward.stop() for reward, _ in self.parts.values()))
@@ -56,8 +65,8 @@ class RewardKind:
     """How a kind of reward is recognised, checked before the start and opened."""
 
     fits: Callable[[RewardPartConfig], bool]
-    # With examples of calls by their data; that of a function takes a probe, and returns its process.
-    check: Callable[[RewardPartConfig, RewardConfig, dict[str, Call], Probe | None], LoadedFunction | None]
+    # With examples of calls by their data, and a probe unless none is wanted; returns a function's process, or lines.
+    check: Callable[[RewardPartConfig, RewardConfig, dict[str, Call], Probe | None], LoadedFunction | list[str] | None]
     # With its log, what its check returned, and what makes the reward of a model.
     open: Callable[[RewardPartConfig, RewardConfig, Path, LoadedFunction | None, Callable[[], Reward]], Reward]
     # Where calls wait; of functions, in how many processes.
@@ -93,6 +102,12 @@ REWARD_KINDS = {  # the first that fits
         lambda part, _: f"{part.judge.url}, which takes {part.remote.concurrency} at a time",
     ),
     "model": RewardKind(is_model, lambda part, *_: check_reward_model(part), lambda *given: given[-1]()),
+    "rubric": RewardKind(
+        lambda part: part.function.endswith(SUFFIXES),
+        lambda part, config, examples, asked: check_rubric(part, config, examples, shared_names(examples), asked),
+        lambda part, config, *_: RubricReward(part, config.timeout_seconds),
+        lambda part, _: f"{part.judge.url}, which takes {part.remote.concurrency} at a time",
+    ),
     "function": RewardKind(
         lambda _: True,
         check_function,

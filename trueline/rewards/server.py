@@ -13,7 +13,7 @@ from starlette.routing import Route
 from trueline.config.base import ConfigError
 from trueline.data.readers import parse_message, read_tools
 from trueline.data.rows import Located
-from trueline.rewards.base import Call, Reward, RewardFailure, RewardUnreachable
+from trueline.rewards.base import Call, Graded, Reward, RewardFailure, RewardUnreachable
 from trueline.usercode.http_server import QuietServer, as_json, parse_json, read_request
 
 
@@ -61,7 +61,8 @@ class RewardServer(QuietServer):
 
 async def score_one(reward: Reward, call: Any) -> float | dict[str, str]:
     try:
-        return await reward.score(check_call(call))
+        scored = await reward.score(check_call(call))
+        return scored.reward if isinstance(scored, Graded) else scored
     except RewardUnreachable:
         raise  # no fault of this call: the whole request is to be tried again
     except RewardFailure as error:

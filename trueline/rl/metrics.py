@@ -9,7 +9,7 @@ from trueline.algorithms.advantages import needs
 from trueline.algorithms.importance_sampling import mismatch_metrics
 from trueline.algorithms.losses import explained_variance
 from trueline.config.rl import RLConfig
-from trueline.data.types import Outcome, Sample, episode_metric
+from trueline.data.types import ROW_ITEM, Outcome, Sample, episode_metric
 from trueline.environments.multi_turn import OWN_METRICS
 from trueline.rollout.groups import limit_shares
 from trueline.rollout.rollouts import Dropped, part_reward
@@ -99,7 +99,7 @@ def describe_parts(episodes: list[Metrics]) -> Metrics:
 
     Where some episodes have not reported a metric, for example before their end, their share is a metric as well.
     """
-    names = {name for metrics in episodes for name in metrics}
+    names = {name for metrics in episodes for name in metrics if not name.startswith(ROW_ITEM)}
     if {name for name in names if name.startswith("reward/")} == {"reward/reward"}:
         names.remove("reward/reward")  # which is reward/mean
     values = {name: [episode_metric(metrics, name) for metrics in episodes] for name in sorted(names)}

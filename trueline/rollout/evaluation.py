@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import fmean, stdev
 
 from trueline.config.rl import EvaluationConfig
-from trueline.data.types import Prompt, Trajectory, episode_metric
+from trueline.data.types import ROW_ITEM, Prompt, Trajectory, episode_metric
 from trueline.rewards.functions import final_answer
 from trueline.rollout.groups import Group, Sampler, limit_shares, sample_each
 from trueline.runtime.event_loop import EventLoop
@@ -65,7 +65,8 @@ def prefix_of(name: str) -> str:
 
 
 def environment_names(groups: list[Group]) -> list[str]:
-    return sorted({name for group in groups for one in group for name in one.metrics if not name.startswith(PART)})
+    names = {name for group in groups for one in group for name in one.metrics}
+    return sorted(name for name in names if not name.startswith((PART, ROW_ITEM)))
 
 
 def mean_over_prompts(groups: list[Group], names: list[str]) -> dict[str, float]:

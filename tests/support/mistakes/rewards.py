@@ -145,6 +145,8 @@ def add_files(folder: Path) -> None:
         "both.jsonl": '{"prompt": "a", "label": "1", "answer": "2"}\n{"prompt": "b", "label": "2", "answer": "2"}\n',
         "talk.jsonl": TALK * 4,
         "verl.jsonl": VERL * 4,
+        "rubric.yaml": "items: [{name: a, criterion: It is a.}, {name: b, criterion: It is b., points: many}]\n",
+        "whole_rubric.yaml": "items: [{name: a, criterion: It is a.}]\n",
         "held_out.jsonl": '{"prompt": "Say 1", "part": "test"}\n' * 2,
     }
     for name, text in texts.items():
@@ -239,6 +241,21 @@ MISTAKES: list[Mistake] = [
     (
         [*FLAW, "flaws.py:compute_score"],
         r"no value for its parameter 'data_source'; a reward is given .*reward.options",
+    ),
+    # Rubrics.
+    (
+        [*FLAW, "none.yaml"],
+        r"reward.function=none.yaml: cannot be read \(No such file or directory\); give a YAML file",
+    ),
+    (
+        [*FLAW, "rubric.yaml"],
+        r"reward.function=rubric.yaml: item 2: points: input should be a valid number.*got 'many'",
+    ),
+    ([*TRY, "rubric.yaml"], r"reward.function=rubric.yaml: item 2: points: input should be a valid number.*got 'many'"),
+    ([*FLAW, "whole_rubric.yaml"], r"judge.url=: not an address"),
+    (
+        [*FLAW, "whole_rubric.yaml", "reward.judge.url=http://127.0.0.1:9/v1", "reward.judge.model=any"],
+        r"judge.url=http://127.0.0.1:9/v1: the server cannot be reached \(.*refused\): start it",
     ),
     # Servers.
     ([*FLAW, "http://127.0.0.1:9/"], r"reward.function=http://127.0.0.1:9/: the server cannot be reached \(.*refused"),
