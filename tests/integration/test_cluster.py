@@ -45,6 +45,9 @@ class Once:
 """
 SMALL = ["rollout.max_new_tokens=16", "prompts_per_step=2", "algorithm.group_size=4", "steps=3"]
 SPREAD = ["training.ranks=2", "training.deepspeed.zero_stage=3", "training.learning_rate=1e-3"]
+FSDP2 = ["training.engine=fsdp2", "training.ranks=2", "training.learning_rate=1e-3"]
+GRPO = ["--reward", "reward.py:letters", "--environment", "game.py:Once", "rollout.max_prompt_tokens=32", *SMALL]
+PPO = ["--reward", "reward_model", *SMALL, "rollout.max_prompt_tokens=32", "critic.learning_rate=1e-3"]
 SLOTS = (0, 1, 2)  # of each node; runs are started on the first
 
 
@@ -85,6 +88,14 @@ def ended(run: Any) -> str:
     return str(said)
 
 
+def run_alone(home: Path, verb: str, words: list[str]) -> str:
+    """Train with DeepSpeed on this machine, once, and return the run's name."""
+    name = f"{verb}-alone"
+    if not (home / "runs" / name).exists():
+        ended(begin(home, verb, name, [*words, *SPREAD], None))
+    return name
+
+
 def steps_of(home: Path, name: str) -> list[dict[str, Any]]:
     lines = (home / "runs" / name / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "loss" in row]
@@ -104,17 +115,14 @@ def test_grpo_spans_nodes_and_learns_what_one_machine_learns(home: Path, cluster
 
     Both have a rollout worker, play episodes and score completions.
     """
-    words = ["--reward", "reward.py:letters", "--environment", "game.py:Once", "rollout.max_prompt_tokens=32"]
-    words += [*SMALL, *SPREAD]
-    said = ended(begin(home, "grpo", "grpo-spread", words, cluster))
+    said = ended(begin(home, "grpo", "grpo-spread", [*GRPO, *SPREAD], cluster))
     assert "workers    2 for rollouts" in said
     assert "node       10.77.0.2: policy 0; reference 0; rollouts 0\n" in said
     assert "node       10.77.0.3: policy 1; reference 1; engine 0; rollouts 1\n" in said
     for work in ("played", "scored"):
         assert {f"{work}-10.77.0.2", f"{work}-10.77.0.3"} <= {file.name for file in home.glob(f"{work}-*")}
     assert "Weight sync verified" in said
-    ended(begin(home, "grpo", "grpo-alone", words, None))
-    compare(home, "grpo-spread", "grpo-alone", "reward/mean", "response_length/mean", "policy/kl")
+    compare(home, "grpo-spread", run_alone(home, "grpo", GRPO), "reward/mean", "response_length/mean", "policy/kl")
     wire = [row["sync/wire_gb"] for row in steps_of(home, "grpo-spread")]
     assert min(wire) > 0 and max(row["sync/wire_gb"] for row in steps_of(home, "grpo-alone")) == 0
 
@@ -138,23 +146,26 @@ def test_a_streamed_step_spans_nodes_too(home: Path, cluster: Nodes) -> None:
     compare(home, "stream-spread", "stream-alone", "reward/mean", "response_length/mean", "policy/kl")
 
 
+@pytest.mark.slow
+def test_grpo_on_fsdp2_spans_nodes_and_learns_what_deepspeed_learns(home: Path, cluster: Nodes) -> None:
+    said = ended(begin(home, "grpo", "grpo-fsdp2", [*GRPO, *FSDP2], cluster))
+    assert "policy     2 x fsdp2 rank, fully sharded" in said and "reference  2 x fsdp2 rank" in said
+    assert "node       10.77.0.3: policy 1; reference 1; engine 0; rollouts 1\n" in said
+    assert "Weight sync verified" in said
+    compare(home, "grpo-fsdp2", run_alone(home, "grpo", GRPO), "reward/mean", "response_length/mean", "policy/kl")
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    ("verb", "words"),
-    [
-        (
-            "ppo",
-            ["--reward", "reward_model", *SMALL, *SPREAD, "rollout.max_prompt_tokens=32", "critic.learning_rate=1e-3"],
-        ),
-        ("dpo", [*SPREAD, "steps=3", "samples_per_step=4"]),
-    ],
-)
-def test_four_models_and_offline_tasks_span_nodes_too(home: Path, cluster: Nodes, verb: str, words: list[str]) -> None:
-    said = ended(begin(home, verb, f"{verb}-spread", words, cluster))
+@pytest.mark.parametrize("keys", [SPREAD, FSDP2], ids=["deepspeed", "fsdp2"])
+@pytest.mark.parametrize(("verb", "words"), [("ppo", PPO), ("dpo", ["steps=3", "samples_per_step=4"])])
+def test_four_models_and_offline_tasks_span_nodes_too(
+    home: Path, cluster: Nodes, verb: str, words: list[str], keys: list[str]
+) -> None:
+    name = f"{verb}-{'fsdp2' if keys is FSDP2 else 'spread'}"
+    said = ended(begin(home, verb, name, [*words, *keys], cluster))
     for node in (2, 3):
         assert f"node       10.77.0.{node}: policy {node - 2}" in said
-    ended(begin(home, verb, f"{verb}-alone", words, None))
-    compare(home, f"{verb}-spread", f"{verb}-alone", *["critic/loss"] * (verb == "ppo"))
+    compare(home, name, run_alone(home, verb, words), *["critic/loss"] * (verb == "ppo"))
 
 
 @pytest.mark.slow

@@ -247,7 +247,7 @@ def test_a_kill_as_soon_as_a_checkpoint_has_its_name(model: str, expected: dict[
         check_newest(model, tmp_path, step, expected)
 
 
-STEPS = 8
+STEPS, KILLED = 8, 10
 COMMAND = [
     *(sys.executable, "-m", "trueline.cli", "sft", "--model", "model", "--data", "rows.jsonl", f"steps={STEPS}"),
     *("samples_per_step=4", "training.engine=deepspeed", "training.ranks=2", "training.learning_rate=1e-3"),
@@ -283,11 +283,14 @@ def finish(home: Path, *words: str) -> str:
     return said
 
 
-def kill_when(process: subprocess.Popen[str], folder: Path, come: Callable[[set[str]], bool]) -> set[str]:
+def kill_when(
+    process: subprocess.Popen[str], folder: Path, come: Callable[[set[str]], bool], later: float = 0.0
+) -> set[str]:
     """Kills all processes of a run, as a power cut does, once its checkpoint folder has what `come` waits for."""
-    wait_for(process, folder, lambda names: "step_000001" in names)
+    wait_for(process, folder, lambda names: newest_in(names) > 0)
     family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
     seen = wait_for(process, folder, come)
+    time.sleep(later)
     os.killpg(process.pid, signal.SIGKILL)
     for member in family:
         if member.is_running():
@@ -309,7 +312,7 @@ def wait_for(process: subprocess.Popen[str], folder: Path, come: Callable[[set[s
 
 def is_being_written(names: set[str]) -> bool:
     """A folder of step 2 or later without its name, and newer than all that have theirs."""
-    newest = max((number_of(Path(name)) for name in names if not name.endswith(UNFINISHED)), default=0)
+    newest = newest_in(names)
     unfinished = [number_of(Path(name)) for name in names if name.endswith(UNFINISHED)]
     return any(number >= 2 and number > newest for number in unfinished)
 
@@ -335,6 +338,36 @@ def test_a_killed_run_resumes_to_the_same_end(home: Path, whole: Path, moment: s
     assert tensors_of(run / last) == tensors_of(whole / last), f"seen {seen}, left {left}"
     assert course_of(run) == course_of(whole), f"seen {sorted(seen)}, left {left}"
     assert [row["step"] for row in course_of(run)] == list(range(STEPS + 1))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp2"])
+def test_a_run_that_is_killed_ten_times_ends_like_one_that_nobody_killed(home: Path, engine: str) -> None:
+    """At random moments: some right after a resumed run's first checkpoint, some while it writes a later one."""
+    generator, longer = random.Random(engine), [f"training.engine={engine}", f"steps={5 * KILLED}"]
+    finish(home, *longer, "--name", f"whole-{engine}")
+    name, run, kills = f"killed-{engine}", home / "runs" / f"killed-{engine}", 0
+    while kills < KILLED:
+        process = start(home, *longer, "--name", name, *["--resume"] * bool(kills))
+        kill_when(process, run / "checkpoints", partial(is_beyond, newest_of(run)), generator.uniform(0, 0.5))
+        kills += 1
+    assert "resumed from" in finish(home, *longer, "--name", name, "--resume")
+    last = Path("checkpoints") / f"step_{5 * KILLED:06d}"
+    whole = home / "runs" / f"whole-{engine}"
+    assert tensors_of(run / last) == tensors_of(whole / last)
+    assert course_of(run) == course_of(whole)
+
+
+def is_beyond(step: int, names: set[str]) -> bool:
+    return newest_in(names) > step
+
+
+def newest_of(run: Path) -> int:
+    return newest_in(set(os.listdir(run / "checkpoints"))) if run.exists() else 0
+
+
+def newest_in(names: set[str]) -> int:
+    return max((number_of(Path(name)) for name in names if not name.endswith(UNFINISHED)), default=0)
 
 
 def tensors_of(checkpoint: Path) -> dict[str, Digests]:
