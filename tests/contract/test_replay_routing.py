@@ -30,6 +30,7 @@ PAIR = [
     *(Case(engine) for engine in (*ZERO, "fsdp2")),
     *(Case(engine, checkpointing=True) for engine in ("zero3", "fsdp2")),
     Case("zero2", ring=2),
+    Case("zero3-experts"),
 ]
 
 

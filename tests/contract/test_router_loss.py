@@ -33,6 +33,7 @@ PAIR = [
     *(Case(engine) for engine in (*ZERO, "fsdp2")),
     *(Case(engine, checkpointing=True) for engine in ("zero3", "fsdp2")),
     *(Case(engine, ring=2) for engine in ("zero2", "fsdp2")),
+    Case("zero2-experts"),
 ]
 
 

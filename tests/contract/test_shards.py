@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.architectures import make_model
-from tests.support.engines import ENGINES, FSDP2, ZERO
+from tests.support.engines import ENGINES, EXPERTS, FSDP2, ZERO
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
@@ -48,8 +48,9 @@ class Case:
 SHARDED = ("zero3", "fsdp2")
 WHOLE = [
     *(Case(engine) for engine in (*ZERO, *FSDP2)),
-    *(Case(engine, model="mixture") for engine in SHARDED),
+    *(Case(engine, model="mixture") for engine in (*SHARDED, *EXPERTS)),
     *(Case(engine, dtype="bfloat16") for engine in ("zero2", "fsdp2")),
+    Case("zero2-experts", dtype="bfloat16", model="mixture"),
     *(Case(engine, model="untied", lora=lora) for engine in SHARDED for lora in ("merged", "adapter")),
 ]
 CUT = [Case(engine, tensor=2, model="untied") for engine in (*ZERO, "fsdp2")]

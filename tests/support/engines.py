@@ -9,4 +9,8 @@ FSDP2: dict[str, Tree] = {
     "fsdp2-late": {"engine": "fsdp2", "fsdp2": {"reduce_each_pass": False}},
     "fsdp2-copies": {"engine": "fsdp2", "replicas": 2},
 }
-ENGINES: dict[str, Tree] = {"torch": {"engine": "torch"}, **ZERO, **FSDP2}
+EXPERTS: dict[str, Tree] = {  # of a mixture, divided over two ranks
+    f"zero{stage}-experts": {"engine": "deepspeed", "deepspeed": {"zero_stage": stage, "expert_parallel": 2}}
+    for stage in range(4)
+}
+ENGINES: dict[str, Tree] = {"torch": {"engine": "torch"}, **ZERO, **FSDP2, **EXPERTS}

@@ -97,6 +97,8 @@ class DeepSpeedConfig(Config):
 
     zero_stage: Literal[0, 1, 2, 3] = 2
     """ZeRO stage: shard the optimizer (1), also gradients (2), also weights (3)."""
+    expert_parallel: int = Field(1, ge=1)
+    """Ranks that divide the experts of each layer of a mixture; tokens travel to the ranks that have theirs."""
 
 
 class FrozenDeepSpeedConfig(DeepSpeedConfig):

@@ -91,6 +91,7 @@ class ModelFacts:
     layers: int
     intermediate_size: int  # of the MLP, or of all experts of one token
     experts: int = 0  # in a layer; 0: a dense model
+    expert_parameters: int = 0  # of all experts in all layers
     balanced: bool = False  # transformers has its router auxiliary loss
     kind: str = ""  # model_type of its configuration
     unpackable: str = ""  # why its sequences cannot be packed
@@ -150,12 +151,15 @@ def check_settings(config: ModelConfig, folder: Path, settings: dict[str, Any]) 
     experts = next((settings[name] for name in EXPERTS if settings.get(name)), 0)
     entries = {name: entry for file in folder.glob("*.safetensors") for name, entry in read_header(file).items()}
     sizes = {name: torch.Size(entry["shape"]).numel() for name, entry in entries.items()}
-    family = settings.get("family", "")
+    family, in_layer = settings.get("family", ""), 3 * hidden * size * experts  # gated MLPs
     tower = vision.count_tower(settings.get("tower", vision.Tower()), family, sizes)
+    expert_parameters = (
+        sum(count for name, count in sizes.items() if ".experts." in name) if sizes else layers * in_layer
+    )
     if sizes:
         parameters = sum(sizes.values())
-    else:  # from the shape, with gated MLPs
-        layer = 2 * hidden * head_size * (heads + key_heads) + 3 * hidden * size * (experts or 1) + 2 * hidden
+    else:  # from the shape
+        layer = 2 * hidden * head_size * (heads + key_heads) + (in_layer or 3 * hidden * size) + 2 * hidden
         tables = 1 if settings.get("tie_word_embeddings") else 2
         parameters = int(layers * layer + tables * vocabulary * hidden) + tower.parameters
     return ModelFacts(
@@ -169,6 +173,7 @@ def check_settings(config: ModelConfig, folder: Path, settings: dict[str, Any]) 
         layers=layers,
         intermediate_size=int(size * (settings.get("num_experts_per_tok") or 1)),
         experts=experts,
+        expert_parameters=expert_parameters,
         balanced=experts > 0 and "router_aux_loss_coef" in settings,
         kind=settings.get("model_type") or "",
         unpackable=unpackable(settings),
@@ -312,9 +317,9 @@ def load_model(
     return model
 
 
-def fits_whole(model: Any, device: torch.device, tensor_parallel: int) -> bool:
-    """Tell whether the whole model fits on the device, before tensor parallelism splits it."""
-    if device.type == "cpu" or tensor_parallel == 1:
+def fits_whole(model: Any, device: torch.device, parts: int) -> bool:
+    """Tell whether the whole model fits on the device, before ranks take parts of its layers."""
+    if device.type == "cpu" or parts == 1:
         return True
     return sum(tensor.nbytes for tensor in model.parameters()) < torch.cuda.mem_get_info(device)[0] / 2  # type: ignore[no-any-return]
 

@@ -208,13 +208,13 @@ def stepping_bytes(tenant: ModelFootprint) -> float:
 
 def idle_bytes(tenant: ModelFootprint) -> float:
     """Estimate the bytes of one rank on a GPU between its turns, and while it starts near an engine that is awake."""
-    each = 4 * trained_parameters(tenant) / division(tenant).optimizer  # masters, or DeepSpeed's first gradients
+    each = 4 * part_of(tenant, trained_parameters(tenant), division(tenant).optimizer)  # masters or first gradients
     return CONTEXT + max(kept_bytes(tenant), weight_bytes(tenant) + 2 * each)
 
 
 def model_bytes(tenant: ModelFootprint) -> float:
     """Estimate the bytes of one rank: what it keeps and, if trained, the float32 sums of its gradients."""
-    return kept_bytes(tenant) + 4 * trained_parameters(tenant) / division(tenant).gradients
+    return kept_bytes(tenant) + 4 * part_of(tenant, trained_parameters(tenant), division(tenant).gradients)
 
 
 def kept_bytes(tenant: ModelFootprint) -> float:
@@ -224,23 +224,31 @@ def kept_bytes(tenant: ModelFootprint) -> float:
         return kept
     masters = 4 * ((tenant.model.dtype == "bfloat16") + (tenant.ranks.ema_decay > 0))
     moments = 0.0 if tenant.ranks.offload == "moments" else moment_bytes(tenant)
-    return kept + moments + masters * trained_parameters(tenant) / division(tenant).optimizer
+    return kept + moments + masters * part_of(tenant, trained_parameters(tenant), division(tenant).optimizer)
 
 
 def moment_bytes(tenant: ModelFootprint) -> float:
     trained, facts = trained_parameters(tenant), tenant.facts
-    moments = 8 * trained
+    moments = 8 * part_of(tenant, trained, division(tenant).optimizer)
     muon = isinstance(tenant.ranks, TrainingConfig) and tenant.ranks.optimizer == "muon"
     if muon and not facts.experts:  # those lie in blocks of three dimensions: AdamW's
-        moments -= 4 * max(trained - 2 * facts.vocabulary * facts.hidden_size, 0)
-    return moments / division(tenant).optimizer
+        moments -= 4 * max(trained - 2 * facts.vocabulary * facts.hidden_size, 0) / division(tenant).optimizer
+    return moments
 
 
 def weight_bytes(tenant: ModelFootprint) -> float:
     each = 0.5 if tenant.model.lora.quantize else bytes_of(tenant.model.dtype)
     casts = division(tenant).casts and not tenant.model.lora.rank
-    weights = each * cut_parameters(tenant) / division(tenant).weights
+    weights = each * part_of(tenant, cut_parameters(tenant), division(tenant).weights)
     return 0.0 if casts or tenant.ranks.offload == "all" else weights
+
+
+def part_of(tenant: ModelFootprint, parameters: float, ranks: int) -> float:
+    """Count what a rank has of parameters that so many ranks divide; experts are divided in any case, if asked."""
+    experts = min(tenant.facts.expert_parameters, parameters)
+    return (parameters - experts) / ranks + experts / max(
+        ranks, TRAIN_ENGINES[tenant.ranks.engine].experts(tenant.ranks)
+    )
 
 
 def trained_parameters(tenant: ModelFootprint) -> float:

@@ -168,7 +168,7 @@ def resolve_rollout(
 
 
 def check_model_keys(ranks: RanksConfig, model: ModelConfig, facts: ModelFacts, section: str = "training") -> None:
-    """Refuse a width, packing or a router loss that the model of a section does not allow."""
+    """Refuse a width, packing, a router loss or divided experts that the model of a section does not allow."""
     width, place = model.tensor_parallel, "model" if section in ("training", "ranks") else section
     coefficient = ranks.router_aux_loss_coef if isinstance(ranks, TrainingConfig) else 0.0
     if facts.heads % width or facts.key_heads % width:
@@ -190,6 +190,7 @@ def check_model_keys(ranks: RanksConfig, model: ModelConfig, facts: ModelFacts, 
             "whose configuration has that key, such as Mixtral, Qwen3-MoE or OLMoE",
             key=f"{section}.router_aux_loss_coef",
         )
+    TRAIN_ENGINES[ranks.engine].suits(ranks, model, facts, section)
 
 
 def check_rollout(rollout: ResolvedRollout, model: ModelConfig, facts: ModelFacts, machine: Machine) -> int:

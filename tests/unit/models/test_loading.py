@@ -52,6 +52,16 @@ def test_facts_are_told_without_loading(model_folder: Path) -> None:
     assert facts.intermediate_size == model.model.layers[0].mlp.up_proj.out_features
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3", "qwen3"])
+def test_experts_are_counted_with_and_without_weights(kind: str, tmp_path: Path) -> None:
+    folder = str(make_model(tmp_path / "model", kind))
+    held = load_model(ModelConfig(path=folder), torch.float32).named_parameters()
+    experts = sum(one.numel() for name, one in held if ".mlp.experts." in name)
+    assert check_model(ModelConfig(path=folder)).expert_parameters == experts
+    if kind != "deepseek_v3":  # whose first layer is dense, which its shape alone does not tell
+        assert check_model(ModelConfig(path=f"shape:{folder}")).expert_parameters == experts
+
+
 def test_the_mlps_width_counts_every_expert_that_sees_a_token(tmp_path: Path) -> None:
     def width(**more: int) -> int:
         settings = dict(zip(SHAPE, (2, 8, 1, 9), strict=True)) | more

@@ -117,6 +117,22 @@ def test_bytes_of_weights_gradients_and_optimizer(ranks: Any, model: dict[str, A
     assert found == pytest.approx(each * SMOLLM2.parameters)
 
 
+@pytest.mark.parametrize(
+    ("stage", "dense", "experts"),  # bytes of each parameter: weights, gradients and optimizer
+    [
+        (0, 4 + 4 + 8, (4 + 4 + 8) / 2),
+        (1, 4 + 4 + 8 / 4, (4 + 4) / 2 + 8 / 4),
+        (2, 4 + (4 + 8) / 4, 4 / 2 + (4 + 8) / 4),
+        (3, (4 + 4 + 8) / 4, (4 + 4 + 8) / 4),  # four ranks in any case
+    ],
+)
+def test_two_of_four_ranks_divide_experts_at_any_stage(stage: int, dense: float, experts: float) -> None:
+    mixture = replace(SMOLLM2, experts=8, expert_parameters=10**8)
+    ranks = TrainingConfig.parse({"deepspeed": {"zero_stage": stage, "expert_parallel": 2}})
+    found = model_bytes(tenant(ranks, mixture, world=4))
+    assert found == pytest.approx(dense * (mixture.parameters - 10**8) + experts * 10**8)
+
+
 def test_muon_leaves_experts_and_models_that_are_all_embedding_to_adamw() -> None:
     muon = TrainingConfig.parse({"deepspeed": {"zero_stage": 0}, "optimizer": "muon"})
     for facts in (replace(SMOLLM2, experts=8), replace(SMOLLM2, parameters=1000)):

@@ -9,6 +9,7 @@ import torch
 
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
+from trueline.models.loading import ModelFacts
 from trueline.training.engines.division import Division, Sizes
 
 NO_LIMIT = 1e30  # without clipping DeepSpeed does not compute the gradient's norm
@@ -17,6 +18,7 @@ PARTITION_ABOVE = 10_000  # elements; smaller tensors stay whole on every rank u
 # How many elements ZeRO 3 gathers at a time: this part of the model, within these limits. With DeepSpeed's defaults
 # every rank would hold a whole model of less than 1e9 parameters after its first pass.
 GATHERED, LEAST, MOST = 1 / 64, 2**20, 2**26
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "glm4_moe")  # whose experts were divided
 ON_CPU = {"DS_ACCELERATOR": "cpu"}
 # ZeRO 3 gathers and frees weights all the time, which would fragment the heap.
 GATHERING_ON_CPU = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "THP_MEM_ALLOC_ENABLE": "1"}
@@ -63,7 +65,7 @@ def deepspeed_config(
         settings["zero_force_ds_cpu_optimizer"] = False  # torch's AdamW, which needs no compiler
     if config.offload == "all":
         settings["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    if isinstance(config, TrainingConfig):
+    if isinstance(config, TrainingConfig) and stage:  # without ZeRO it clips by a mean of the ranks' norms
         settings["gradient_clipping"] = config.max_grad_norm or NO_LIMIT
     if cuts is not None:
         settings["tensor_parallel"] = cuts
@@ -127,3 +129,30 @@ def check(ranks: TrainingConfig, model: ModelConfig, section: str) -> None:
             f"model.tensor_parallel=1 (got {model.tensor_parallel}), {section}.engine=fsdp2, or "
             f"{section}.optimizer=adamw"
         )
+
+
+def check_experts(ranks: RanksConfig, model: ModelConfig, facts: ModelFacts, section: str) -> None:
+    """Refuse to divide what a model does not have, or where something else takes layers apart."""
+    size, compiles = ranks.deepspeed.expert_parallel, isinstance(ranks, TrainingConfig) and bool(ranks.compile)
+    key, world = f"{section}.deepspeed.expert_parallel", ranks.ranks or 1
+    obstacles = {
+        f"{model.path} is a dense model: set it to 1": not facts.experts,
+        f"{facts.kind} ({model.path}) is not supported: set it to 1, or use one of {', '.join(MIXTURES)}": facts.kind
+        not in MIXTURES,
+        f"it does not divide the {facts.experts} experts of a layer: set it to a divisor": facts.experts % size > 0,
+        f"it does not divide {section}.ranks={world}: set that to {size} or a multiple": world % size > 0,
+        f"tensor parallelism refuses experts: set model.tensor_parallel=1 (got {model.tensor_parallel}) or it to 1": (
+            model.tensor_parallel > 1
+        ),
+        f"adapters leave experts frozen, and were not tried with it: set model.lora.rank=0 (got {model.lora.rank}) or "
+        "it to 1": model.lora.rank > 0,
+        f"compiled layers cannot send tokens to other ranks: set {section}.compile=false or it to 1": compiles,
+    }
+    for obstacle, holds in obstacles.items():
+        if size > 1 and holds:
+            raise ConfigError(f"{key}={size}: {obstacle}", key=key)
+
+
+def words(ranks: RanksConfig) -> str:
+    size = ranks.deepspeed.expert_parallel
+    return f"ZeRO {ranks.deepspeed.zero_stage}" + (f", experts over {size} ranks" if size > 1 else "")

@@ -1,4 +1,4 @@
-"""DeepSpeed on one rank of a group: ZeRO 0 to 3, tensor parallelism by AutoTP."""
+"""DeepSpeed on one rank of a group: ZeRO 0 to 3, tensor parallelism by AutoTP, experts divided over ranks."""
 
 import math
 import os
@@ -15,6 +15,7 @@ from trueline.models.loading import DTYPES, ShareOut, shape_of
 from trueline.models.scorer import Scorer, hf_name
 from trueline.training.engines import optimizer as optimizers
 from trueline.training.engines.deepspeed_config import at_once, deepspeed_config, effective_stage, without_mlflow
+from trueline.training.engines.deepspeed_experts import divide_experts, group_experts
 from trueline.training.engines.engine import Chosen, TensorState, TrainEngine
 from trueline.training.engines.shards import Region, Shard
 from trueline.training.engines.tensor_cuts import PARTIAL, Cuts, layer_styles, weight_pattern
@@ -43,9 +44,9 @@ def join(spec: WorkerSpec) -> None:
 
 
 def share_out(spec: WorkerSpec, device: torch.device) -> ShareOut | None:
-    """Return how ranks divide a model while they read it: at ZeRO 3, unless AutoTP has to split whole layers first."""
-    is_sharded = effective_stage(spec.ranks, spec.model.dtype) == 3 and spec.model.tensor_parallel == 1
-    return ZeroShareOut(spec) if is_sharded else None
+    """Return how ranks divide a model while they read it: at ZeRO 3, unless whole layers have to be split first."""
+    is_cut = spec.model.tensor_parallel > 1 or spec.ranks.deepspeed.expert_parallel > 1
+    return ZeroShareOut(spec) if effective_stage(spec.ranks, spec.model.dtype) == 3 and not is_cut else None
 
 
 class ZeroShareOut(ShareOut):
@@ -76,13 +77,18 @@ class DeepSpeedEngine(TrainEngine):
         join(spec)
         dtype, config = str(next(module.parameters()).dtype).removeprefix("torch."), spec.ranks
         self.config, self.total_steps, self.device = config, spec.total_steps, device
+        # Without ZeRO, DeepSpeed steps the plain optimizer on the plain parameters.
         self.stage = effective_stage(config, dtype)
+        self.plain, divided = self.stage == 0, config.deepspeed.expert_parallel
         cuts = tensor_parallel(module.model, spec.model.tensor_parallel)
         elements = sum(math.prod(shape_of(parameter)) for parameter in module.parameters())
         self.gathered = at_once(elements)
+        experts = divide_experts(module.model, divided) if divided > 1 else None
         optimizer: Any = None
         if isinstance(config, TrainingConfig):
             optimizer = optimizers.make_optimizer(module.named_parameters(), config)
+            if experts is not None and not self.plain:
+                group_experts(optimizer, divided)
         self.module, self.optimizer, _, _ = deepspeed.initialize(
             model=(module.to(device) if cuts is None else module).train(),  # AutoTP moves its part of each layer
             optimizer=optimizer,
@@ -91,10 +97,8 @@ class DeepSpeedEngine(TrainEngine):
         self.named = {hf_name(name): parameter for name, parameter in self.module.module.named_parameters()}
         self.trained = {name: parameter for name, parameter in self.named.items() if parameter.requires_grad}
         self.base = optimizer
-        self.cuts = find_cuts(self.module.module, spec.model.tensor_parallel)
+        self.cuts = experts or find_cuts(self.module.module, spec.model.tensor_parallel)
         self.replicas = dist.get_world_size() // spec.model.tensor_parallel
-        # Without ZeRO, DeepSpeed steps the plain optimizer on the plain parameters.
-        self.plain = self.stage == 0
         if self.stage == 3 and optimizer is not None and dtype == "float32" and config.offload in KEPT:
             for weights, masters in zip(self.optimizer.fp16_partitioned_groups_flat, self._shards(), strict=True):
                 masters.data = weights  # as DeepSpeed 0.19 intends, but it compares a device with its name
@@ -122,6 +126,7 @@ class DeepSpeedEngine(TrainEngine):
             gradients = {name: parameter.grad for name, parameter in self.trained.items()}
             norm = float(gradient_norm(gradients, self.cuts))
             if math.isfinite(norm):
+                self._clip(norm)
                 self.module.step()
             else:
                 self.module.zero_grad()
@@ -133,6 +138,12 @@ class DeepSpeedEngine(TrainEngine):
         # With an offloaded optimizer, DeepSpeed 0.19 would add the next step's gradients to these.
         self.optimizer.averaged_gradients.clear()
         return math.nan
+
+    def _clip(self, norm: float) -> None:
+        assert isinstance(self.config, TrainingConfig)
+        most = self.config.max_grad_norm or math.inf
+        if norm > most:
+            self.scale_gradients(most / norm)
 
     def discard(self) -> bool:
         """Discard gradients, also those in buckets; under ZeRO 3 and offload that is not possible."""
@@ -191,9 +202,11 @@ class DeepSpeedEngine(TrainEngine):
 
     def _shard(self, name: str, held: Tensor, region: Region, divided: bool) -> Shard:
         """Make a shard of what this rank holds; if it is not divided over data ranks, all of them hold the same."""
-        place, places = (0, 1) if name in self.cuts.dims else (self.cuts.rank, self.cuts.size)
+        alone = name in self.cuts.dims or not self.cuts.alike
+        place, places = (0, 1) if alone else (self.cuts.rank, self.cuts.size)
         if not divided:
-            place, places = place + places * (dist.get_rank() // self.cuts.size), places * self.replicas
+            data_place, data_places = self.cuts.data_place(name)
+            place, places = place + places * data_place, places * data_places
         return Shard(name, region, held.detach().flatten()[: region.size()], place, places)
 
     def _region(self, name: str, *, stepped: bool = True) -> Region:
@@ -201,7 +214,7 @@ class DeepSpeedEngine(TrainEngine):
         parameter = self.named[name]
         region = self.cuts.region(name, shape_of(parameter))
         if self.stage == 3:
-            length, place = parameter.ds_tensor.ds_numel, dist.get_rank() // self.cuts.size
+            length, (place, _) = parameter.ds_tensor.ds_numel, self.cuts.data_place(name)
             return region.part(*(min(edge * length, region.size()) for edge in (place, place + 1)))
         if self.plain or not stepped:
             return region
@@ -253,7 +266,7 @@ class DeepSpeedEngine(TrainEngine):
 
     def needed_slice(self, name: str, part: str) -> slice:
         # Under ZeRO 3, the rank at place 0 hands the weight to the others.
-        computes = part == "weight" and (self.stage < 3 or dist.get_rank() < self.cuts.size)
+        computes = part == "weight" and (self.stage < 3 or self.cuts.data_place(name)[0] == 0)
         whole = self.cuts.region(name, shape_of(self.trained[name]))
         return (whole if computes else self._region(name)).bounds()
 
@@ -264,20 +277,21 @@ class DeepSpeedEngine(TrainEngine):
         with GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3):
             parameter.data.copy_(weight)
         if not self.plain:
-            self._set(parameter, weight)
+            self._set(name, weight)
             for key in SHARDED if self.steps else ():
-                self._set(parameter, moments[key], key)
+                self._set(name, moments[key], key)
         elif moments:
             optimizers.set_moments(self.base, parameter, moments, self.steps)
 
-    def _set(self, parameter: Any, value: Tensor, moment: str | None = None) -> None:
+    def _set(self, name: str, value: Tensor, moment: str | None = None) -> None:
         """Set the master weight or a moment; ZeRO 3's own setter fails if ranks do not divide the elements."""
+        parameter = self.trained[name]
         setters = deepspeed.utils.safe_set_full_fp32_param, deepspeed.utils.safe_set_full_optimizer_state
         if self.stage == 3:
             setters = deepspeed.utils.safe_set_local_fp32_param, deepspeed.utils.safe_set_local_optimizer_state
-            length = parameter.ds_tensor.ds_numel
-            padded = nn.functional.pad(value.flatten(), (0, length * self.replicas - value.numel()))
-            value = padded.split(length)[dist.get_rank() // self.cuts.size]
+            length, (place, places) = parameter.ds_tensor.ds_numel, self.cuts.data_place(name)
+            padded = nn.functional.pad(value.flatten(), (0, length * places - value.numel()))
+            value = padded.split(length)[place]
         if moment is None:
             setters[0](parameter, value)
         else:
@@ -288,7 +302,7 @@ class DeepSpeedEngine(TrainEngine):
         if self.plain:
             self.trained[name].data.copy_(part)
         else:
-            self._set(self.trained[name], part)
+            self._set(name, part)
 
 
 def tensor_parallel(model: Any, size: int) -> dict[str, Any] | None:

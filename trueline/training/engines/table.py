@@ -3,14 +3,24 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trueline.config.base import Tree
+from trueline.config.base import ConfigError, Tree
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig
+from trueline.models.loading import ModelFacts
 from trueline.training.engines import deepspeed_config, fsdp2_config
 from trueline.training.engines.division import WHOLE, Division, Sizes
 
 
 def nothing(ranks: RanksConfig, model: ModelConfig, section: str) -> None:
     """Refuse no keys."""
+
+
+def no_experts(ranks: RanksConfig, model: ModelConfig, facts: ModelFacts, section: str) -> None:
+    """Refuse to divide experts by an engine that does not."""
+    if (size := ranks.deepspeed.expert_parallel) > 1:
+        raise ConfigError(
+            f"{section}.deepspeed.expert_parallel={size}: {section}.engine={ranks.engine} does not divide experts: set "
+            f"it to 1, or {section}.engine=deepspeed"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +39,9 @@ class TrainRow:
     # Elements, in the compute type, that a rank holds besides while it works: of the model, and of its largest parts.
     working: Callable[[TrainingConfig, str, Sizes], float] = lambda ranks, dtype, sizes: 0.0
     check: Callable[[TrainingConfig, ModelConfig, str], None] = nothing  # refuses keys of a section that cannot work
+    # Refuses keys of a section that cannot work with a model.
+    suits: Callable[[RanksConfig, ModelConfig, ModelFacts, str], None] = no_experts
+    experts: Callable[[RanksConfig], int] = lambda ranks: 1  # ranks that divide the experts of a mixture
     compiles: Callable[[RanksConfig], bool] = lambda ranks: True  # layers are whole while they compute
     # Why gradients cannot be discarded, or nothing.
     keeps_gradients: Callable[[RanksConfig], str] = lambda ranks: ""
@@ -49,9 +62,11 @@ TRAIN_ENGINES = {
         division=deepspeed_config.division,
         working=deepspeed_config.working,
         check=deepspeed_config.check,
+        suits=deepspeed_config.check_experts,
+        experts=lambda ranks: ranks.deepspeed.expert_parallel,
         compiles=lambda ranks: ranks.deepspeed.zero_stage < 3,
         keeps_gradients=deepspeed_config.keeps_gradients,
-        words=lambda ranks: f"ZeRO {ranks.deepspeed.zero_stage}",
+        words=deepspeed_config.words,
         sharded={"deepspeed": {"zero_stage": 3}},
         on_host={"offload": "optimizer"},
         keys=("deepspeed.",),

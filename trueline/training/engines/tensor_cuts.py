@@ -1,4 +1,4 @@
-"""Tensor parallelism: which layers a model's own plan splits, and which part of each parameter a rank has."""
+"""Which part of each parameter a rank has, and which layers a model's own plan splits (tensor parallelism)."""
 
 import re
 from typing import Any
@@ -49,13 +49,21 @@ def weight_pattern(layer: str) -> str:
 
 
 class Cuts:
-    """Which parameters are split over the tensor-parallel group, and along which dimension.
+    """Which parameters are split over a group of ranks, and along which dimension.
 
+    The ranks of the group see the same tokens (`alike`: tensor parallelism), or each sees its own (experts).
     `whole` is collective: every rank of the group calls it for the same tensors in the same order.
     """
 
-    def __init__(self, size: int = 1, dims: dict[str, int] | None = None, group: Any = None, rank: int = 0) -> None:
-        self.size, self.dims, self.group, self.rank = size, dims or {}, group, rank
+    def __init__(
+        self, size: int = 1, dims: dict[str, int] | None = None, group: Any = None, rank: int = 0, *, alike: bool = True
+    ) -> None:
+        self.size, self.dims, self.group, self.rank, self.alike = size, dims or {}, group, rank, alike
+
+    def data_place(self, name: str) -> tuple[int, int]:
+        """Return this rank's place among the data ranks that have the same part of a tensor, and their number."""
+        width = self.size if self.alike or name in self.dims else 1
+        return dist.get_rank() // width, dist.get_world_size() // width
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         if (dim := self.dims.get(name)) is None:
