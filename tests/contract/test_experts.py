@@ -1,6 +1,10 @@
-"""Experts divided over ranks: one gradient, one norm, one step, and files that any other division opens."""
+"""Experts divided over ranks: one gradient, one norm, one step, and files that any other division opens.
+
+Covers `trueline.training.engines.deepspeed_experts` and `trueline.training.engines.tensor_cuts`.
+"""
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -40,12 +44,13 @@ class Case:
     checkpointing: bool = False
     offload: str = "none"
     optimizer: str = "adamw"
+    dtype: str = "float32"
 
     def name(self) -> str:
         return "-".join(f"{key}={value}" for key, value in asdict(self).items() if value != asdict(Case())[key]) or "-"
 
     def worker(self, rank: int, world: int, folder: Path, kind: type[RanksConfig] = TrainingConfig) -> Worker:
-        shape = {"context_parallel": self.ring, "gradient_checkpointing": self.checkpointing, "dtype": "float32"}
+        shape = {"context_parallel": self.ring, "gradient_checkpointing": self.checkpointing, "dtype": self.dtype}
         deepspeed = {"zero_stage": self.stage, "expert_parallel": self.experts}
         learning = COURSE | {"optimizer": self.optimizer} if kind is TrainingConfig else {}
         ranks = kind.parse({"deepspeed": deepspeed, "offload": self.offload} | learning)
@@ -80,7 +85,7 @@ def accumulate(worker: Worker, seed: int = 0) -> None:
 
 def everything(worker: Worker) -> Tensors:
     """Weights as they compute, as they are stepped, moments and averages."""
-    found = {f"{name}/copy": tensor.numpy().copy() for name, tensor in worker.engine.weights()}
+    found = {f"{name}/copy": tensor.float().numpy().copy() for name, tensor in worker.engine.weights()}
     return found | {name: tensor.numpy() for name, tensor in whole_state(worker.engine).items()}
 
 
@@ -91,6 +96,8 @@ def learn(rank: int, world: int, folder: Path, cases: list[Case]) -> dict[Case, 
         worker = case.worker(rank, world, folder)
         held = {name: shape_of(one) for name, one in worker.model.named_parameters() if ".mlp.experts." in name}
         assert held == {name: (4 // case.experts, *worker.shapes[name][1:]) for name in held} and held  # of 4 experts
+        if case.kind == CROWDED:  # a loop over the experts that have tokens, without which there is no gradient
+            worker.model.set_experts_implementation("eager")
         accumulate(worker)
         gradients = worker.gradients()
         found[case] = gradients, worker.engine.step()["grad_norm"], everything(worker)
@@ -122,8 +129,10 @@ class Learning:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Learning:
-    return Learning(tmp_path_factory.mktemp("experts"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Learning]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # some machines announce AMX and lack it
+        yield Learning(tmp_path_factory.mktemp("experts"))
 
 
 def check_learning(models: Learning, world: int, cases: list[Case]) -> None:
@@ -133,6 +142,8 @@ def check_learning(models: Learning, world: int, cases: list[Case]) -> None:
         for case in cases:
             gradients, norm, after = expected[alone(case)]
             worked_out = math.sqrt(sum(float(np.square(array).sum()) for array in gradients.values()))
+            idle = [array[2:] for name, array in gradients.items() if ".mlp.experts." in name]
+            assert case.kind != CROWDED or not any(array.any() for array in idle)
             assert norm == pytest.approx(worked_out, rel=TOLERANCE) and norm > 2 * COURSE["max_grad_norm"]
             assert found[case][1] == pytest.approx(norm, rel=TOLERANCE), case
             check_equal(found[case][0], gradients, str(case))
@@ -223,20 +234,24 @@ def resume(
 def test_what_several_ranks_save_one_rank_opens_and_the_other_way_round(ranks: int, models: Learning) -> None:
     """Bit for bit, with moments and averages; and the next step is that of ranks that went on."""
     divided, whole = [Case(stage) for stage in (0, 1, 2, 3)], [Case(0, 1), Case(3, 1)]
+    half = Case(3, dtype="bfloat16")  # its weights are not its master weights
     folder, several = models.folder, f"saved{ranks}"
-    written = run_ranks(keep, ranks, folder / f"divided{ranks}", folder, divided, several)[0]
+    written = run_ranks(keep, ranks, folder / f"divided{ranks}", folder, [*divided, half], several)[0]
     written |= run_ranks(keep, 1, folder / f"whole{ranks}", folder, whole, "saved1")[0]
     pairs = [(case, whole[number % 2]) for number, case in enumerate(divided)]
     opened = run_ranks(resume, 1, folder / f"open{ranks}", folder, pairs, several)
     others = list(zip(whole, divided[1::2], strict=True))
     opened += run_ranks(resume, ranks, folder / f"divide{ranks}", folder, others, "saved1")
-    opened += run_ranks(resume, ranks, folder / f"again{ranks}", folder, [(case, case) for case in divided], several)
+    opened += run_ranks(
+        resume, ranks, folder / f"again{ranks}", folder, [(case, case) for case in (*divided, half)], several
+    )
     after = opened[-1][divided[0]][1]
     for found in opened:
         for case, (state, stepped) in found.items():
             assert state.keys() == written[case].keys()
             assert not [name for name in state if not np.array_equal(state[name], written[case][name])]
-            check_equal(stepped, after, str(case))
+            if case != half:
+                check_equal(stepped, after, str(case))
 
 
 def score(rank: int, world: int, folder: Path, cases: list[Case]) -> list[np.ndarray]:

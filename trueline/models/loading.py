@@ -151,15 +151,14 @@ def check_settings(config: ModelConfig, folder: Path, settings: dict[str, Any]) 
     experts = next((settings[name] for name in EXPERTS if settings.get(name)), 0)
     entries = {name: entry for file in folder.glob("*.safetensors") for name, entry in read_header(file).items()}
     sizes = {name: torch.Size(entry["shape"]).numel() for name, entry in entries.items()}
-    family, in_layer = settings.get("family", ""), 3 * hidden * size * experts  # gated MLPs
+    family, in_layer = settings.get("family", ""), 3 * hidden * size * max(experts, 1)  # gated MLPs
     tower = vision.count_tower(settings.get("tower", vision.Tower()), family, sizes)
-    expert_parameters = (
-        sum(count for name, count in sizes.items() if ".experts." in name) if sizes else layers * in_layer
-    )
     if sizes:
         parameters = sum(sizes.values())
+        in_experts = sum(count for name, count in sizes.items() if ".experts." in name)
     else:  # from the shape
-        layer = 2 * hidden * head_size * (heads + key_heads) + (in_layer or 3 * hidden * size) + 2 * hidden
+        in_experts = layers * in_layer if experts else 0
+        layer = 2 * hidden * head_size * (heads + key_heads) + in_layer + 2 * hidden
         tables = 1 if settings.get("tie_word_embeddings") else 2
         parameters = int(layers * layer + tables * vocabulary * hidden) + tower.parameters
     return ModelFacts(
@@ -173,7 +172,7 @@ def check_settings(config: ModelConfig, folder: Path, settings: dict[str, Any]) 
         layers=layers,
         intermediate_size=int(size * (settings.get("num_experts_per_tok") or 1)),
         experts=experts,
-        expert_parameters=expert_parameters,
+        expert_parameters=in_experts,
         balanced=experts > 0 and "router_aux_loss_coef" in settings,
         kind=settings.get("model_type") or "",
         unpackable=unpackable(settings),

@@ -229,11 +229,11 @@ def kept_bytes(tenant: ModelFootprint) -> float:
 
 def moment_bytes(tenant: ModelFootprint) -> float:
     trained, facts = trained_parameters(tenant), tenant.facts
-    moments = 8 * part_of(tenant, trained, division(tenant).optimizer)
+    moments = 8 * trained
     muon = isinstance(tenant.ranks, TrainingConfig) and tenant.ranks.optimizer == "muon"
     if muon and not facts.experts:  # those lie in blocks of three dimensions: AdamW's
-        moments -= 4 * max(trained - 2 * facts.vocabulary * facts.hidden_size, 0) / division(tenant).optimizer
-    return moments
+        moments -= 4 * max(trained - 2 * facts.vocabulary * facts.hidden_size, 0)
+    return 8 * part_of(tenant, moments / 8, division(tenant).optimizer)
 
 
 def weight_bytes(tenant: ModelFootprint) -> float:
@@ -244,11 +244,9 @@ def weight_bytes(tenant: ModelFootprint) -> float:
 
 
 def part_of(tenant: ModelFootprint, parameters: float, ranks: int) -> float:
-    """Count what a rank has of parameters that so many ranks divide; experts are divided in any case, if asked."""
+    """Count what a rank has of parameters that so many ranks divide; experts may be divided by more."""
     experts = min(tenant.facts.expert_parameters, parameters)
-    return (parameters - experts) / ranks + experts / max(
-        ranks, TRAIN_ENGINES[tenant.ranks.engine].experts(tenant.ranks)
-    )
+    return (parameters - experts) / ranks + experts / max(ranks, division(tenant).experts)
 
 
 def trained_parameters(tenant: ModelFootprint) -> float:

@@ -105,7 +105,7 @@ class Worker:
             for parameter in self.model.parameters():  # those that were not read from a file, or had to wait
                 share_out.shard(parameter)
         self.shapes = {name: shape_of(tensor) for name, tensor in self.model.named_parameters()}
-        parts = max(config.tensor_parallel, row.experts(spec.ranks))
+        parts = max(config.tensor_parallel, row.division(spec.ranks, config.dtype, spec.world).experts)
         is_whole = share_out is None and fits_whole(self.model, self.device, parts)
         if is_whole or share_out is not None:
             self.model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.device))

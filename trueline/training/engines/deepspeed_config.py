@@ -87,7 +87,7 @@ def effective_stage(config: RanksConfig, dtype: str) -> int:
 def division(ranks: RanksConfig, dtype: str, alike: int) -> Division:
     stage = effective_stage(ranks, dtype)
     weights, gradients, optimizer = (alike if stage >= least else 1 for least in (3, 2, 1))
-    return Division(weights, gradients, optimizer)
+    return Division(weights, gradients, optimizer, experts=ranks.deepspeed.expert_parallel)
 
 
 def working(ranks: TrainingConfig, dtype: str, sizes: Sizes) -> float:

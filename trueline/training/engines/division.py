@@ -10,6 +10,7 @@ class Division:
     weights: int = 1
     gradients: int = 1
     optimizer: int = 1
+    experts: int = 1  # of a mixture; fewer ranks never divide these
     casts: bool = False  # weights in the compute type are cast from the optimizer's, block by block
 
 

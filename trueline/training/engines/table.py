@@ -41,7 +41,6 @@ class TrainRow:
     check: Callable[[TrainingConfig, ModelConfig, str], None] = nothing  # refuses keys of a section that cannot work
     # Refuses keys of a section that cannot work with a model.
     suits: Callable[[RanksConfig, ModelConfig, ModelFacts, str], None] = no_experts
-    experts: Callable[[RanksConfig], int] = lambda ranks: 1  # ranks that divide the experts of a mixture
     compiles: Callable[[RanksConfig], bool] = lambda ranks: True  # layers are whole while they compute
     # Why gradients cannot be discarded, or nothing.
     keeps_gradients: Callable[[RanksConfig], str] = lambda ranks: ""
@@ -63,7 +62,6 @@ TRAIN_ENGINES = {
         working=deepspeed_config.working,
         check=deepspeed_config.check,
         suits=deepspeed_config.check_experts,
-        experts=lambda ranks: ranks.deepspeed.expert_parallel,
         compiles=lambda ranks: ranks.deepspeed.zero_stage < 3,
         keeps_gradients=deepspeed_config.keeps_gradients,
         words=deepspeed_config.words,
