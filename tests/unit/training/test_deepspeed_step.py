@@ -69,16 +69,34 @@ def test_a_step_that_is_not_finite_counts_nowhere(plain: bool, norm: float) -> N
     assert plain or not seen.optimizer.averaged_gradients
 
 
+def reading_rank(rank: int, cuts: Cuts, elements: int, patch: pytest.MonkeyPatch) -> Any:
+    """One of four ranks at stage 3, which has so many elements of a tensor of ten."""
+    engine: Any = object.__new__(DeepSpeedEngine)
+    engine.named = engine.trained = {
+        "w": SimpleNamespace(ds_shape=(5, 2), shape=(), ds_tensor=SimpleNamespace(ds_numel=elements))
+    }
+    engine.cuts, engine.stage, engine.plain = cuts, 3, False
+    patch.setattr(deepspeed_engine.dist, "get_rank", lambda: rank)
+    patch.setattr(deepspeed_engine.dist, "get_world_size", lambda: 4)
+    return engine
+
+
 @pytest.mark.parametrize(("rank", "expected"), [(0, (0, 3)), (1, (3, 6)), (2, (6, 9)), (3, (9, 10))])
 def test_a_rank_of_stage_three_reads_its_own_part_of_a_tensor(
     rank: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ten elements for four ranks: the last has one alone. Rank 0 reads all of the weight, which it hands to others."""
-    engine: Any = object.__new__(DeepSpeedEngine)
-    engine.named = engine.trained = {
-        "w": SimpleNamespace(ds_shape=(5, 2), shape=(), ds_tensor=SimpleNamespace(ds_numel=3))
-    }
-    engine.cuts, engine.stage, engine.plain = Cuts(), 3, False
-    monkeypatch.setattr(deepspeed_engine.dist, "get_rank", lambda: rank)
+    engine = reading_rank(rank, Cuts(), 3, monkeypatch)
     assert engine.needed_slice("w", "exp_avg") == slice(*expected)
     assert engine.needed_slice("w", "weight") == (slice(0, 10) if rank == 0 else slice(*expected))
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, (0, 5)), (1, (10, 15)), (2, (5, 10)), (3, (15, 20))])
+def test_a_rank_of_stage_three_reads_its_own_part_of_its_experts(
+    rank: int, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 0 and 2 share the first ten of twenty elements, 1 and 3 the others; 0 and 1 read all of theirs."""
+    cuts = Cuts(2, {"w": 0}, rank=rank % 2, alike=False)
+    engine = reading_rank(rank, cuts, 5, monkeypatch)
+    assert engine.needed_slice("w", "exp_avg") == slice(*expected)
+    assert engine.needed_slice("w", "weight") == (slice(10 * rank, 10 * rank + 10) if rank < 2 else slice(*expected))
