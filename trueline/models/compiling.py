@@ -29,9 +29,12 @@ class CompiledLayers:
 
     def prove(self, batch: Batch) -> None:
         """Compare outputs and gradients once; return to plain layers if they differ by more than rounding."""
-        if self.proven or not batch.mask.any():
+        if self.proven:  # as on all ranks, which may gather layers together
             return
         self.proven = True
+        if not batch.mask.any():  # a filler
+            batch.mask = torch.ones_like(batch.mask)
+            batch.host_mask = batch.mask.cpu()
         compiled = self._run(batch)
         calls = [layer._compiled_call_impl for layer in self.layers]
         self._set([None] * len(calls))
@@ -50,13 +53,18 @@ class CompiledLayers:
             layer._compiled_call_impl = call
 
     def _run(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return outputs, and their gradient by the first layer's weights, which passes through all layers."""
-        given = batch.tokens, batch.mask_on_host(), batch.lengths
-        *_, outputs = self.scorer(*given, 1.0, False, repeats=batch.repeats, pictures=batch.pictures).values()
+        """Return outputs, and their gradient by the embedded tokens, which passes through all layers."""
+        given, embedded = (batch.tokens, batch.mask_on_host(), batch.lengths), []
+
+        def begin(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            embedded.append(output.detach().requires_grad_())
+            return embedded[0]
+
+        with self.embeddings.register_forward_hook(begin):
+            *_, outputs = self.scorer(*given, 1.0, False, repeats=batch.repeats, pictures=batch.pictures).values()
         outputs = outputs.float()[batch.mask]
-        first = [weight for weight in self.layers[0].parameters() if weight.requires_grad]
-        gradients = torch.autograd.grad(outputs.sum(), first)
-        return outputs.detach(), torch.cat([one.flatten().float() for one in gradients])
+        (gradient,) = torch.autograd.grad(outputs.sum(), embedded)
+        return outputs.detach(), gradient.float()
 
 
 def distance(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> float:

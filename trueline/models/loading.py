@@ -98,6 +98,11 @@ class ModelFacts:
     family: str = ""  # model_type of the whole, if it has a vision tower
     tower: vision.Tower = vision.Tower()
 
+    def adapter_elements(self) -> int:
+        """Count the elements of adapters of rank 1 on all matrices of all layers."""
+        ends = 7 * self.hidden_size + 3 * self.intermediate_size + 2 * (self.heads + self.key_heads) * self.head_size
+        return self.layers * ends
+
 
 def check_model(
     config: ModelConfig, head: str = "language", *, quantized: bool = False, key: str = "model.path"

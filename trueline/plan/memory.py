@@ -309,12 +309,6 @@ def longest_cached(rollout: RolloutConfig, facts: ModelFacts, machine: Machine) 
     return min(facts.context, max(int(cache / cached_token_bytes(rollout, facts)), 0))
 
 
-def adapter_elements(facts: ModelFacts) -> int:
-    """Count the elements of adapters of rank 1 on all matrices of all layers."""
-    ends = 7 * facts.hidden_size + 3 * facts.intermediate_size + 2 * (facts.heads + facts.key_heads) * facts.head_size
-    return facts.layers * ends
-
-
 def engine_room(
     rollout: ResolvedRollout,
     facts: ModelFacts,
@@ -334,7 +328,7 @@ def engine_room(
         return EngineRoom(taken, taken, taken)
     width, weights, work = bytes_of(rollout.dtype), engine_weights(rollout, facts), engine_work(rollout, facts)
     ranks = [one for one in ROLLOUT_ENGINES[rollout.engine].adapter_ranks if one >= adapter_rank > 0]
-    work += width * adapter_elements(facts) * min(ranks, default=0)
+    work += width * facts.adapter_elements() * min(ranks, default=0)
     cache = cached_token_bytes(rollout, facts) * rollout.longest()
     largest = 0 if adapter_rank else width * facts.vocabulary * facts.hidden_size
     many = min(rollout.max_sequences, math.ceil(completions / rollout.engines))

@@ -16,7 +16,7 @@ from trueline.plan.hardware import (
     Devices,
     devices_of,
 )
-from trueline.plan.memory import GIB, ModelFootprint, adapter_elements, bytes_of, cached_token_bytes, division
+from trueline.plan.memory import GIB, ModelFootprint, bytes_of, cached_token_bytes, division
 from trueline.plan.offline import SupervisedPlan
 from trueline.plan.rl import RLPlan, tenants_of
 from trueline.plan.tasks import TASKS
@@ -77,7 +77,7 @@ def rollout_seconds(plan: RLPlan, devices: Devices) -> float:
 def sync_bytes(plan: RLPlan) -> float:
     """Return what every engine is sent: all weights, or adapters of all matrices in all layers."""
     facts, lora, width = plan.facts, plan.config.model.lora, bytes_of(plan.rollout.dtype)
-    return width * (lora.rank * adapter_elements(facts) if lora.adapter_only() else facts.parameters)
+    return width * (lora.rank * facts.adapter_elements() if lora.adapter_only() else facts.parameters)
 
 
 def sync_seconds(plan: RLPlan, devices: Devices) -> float:

@@ -228,10 +228,18 @@ class Saver:
 
 
 def state_metadata(parts: list[Part], steps: int) -> dict[str, str]:
-    """Return the metadata of a rank's training state: whole shapes of all tensors, and where its elements lie."""
+    """Return the metadata of a rank's training state: whole shapes of all tensors, and where its elements lie.
+
+    `torch.distributed.checkpoint` gets these places as well, unless tensor parallelism cuts columns out of rows.
+    """
     shapes = {part.key: part.region.shape for part in parts}
-    places = {part.key: astuple(part.written_region())[1:] for part in parts if part.stop > part.start}
-    return {"steps": str(steps), "shapes": json.dumps(shapes), "places": json.dumps(places)}
+    regions = {part.key: part.written_region() for part in parts if part.stop > part.start}
+    places = {key: astuple(region)[1:] for key, region in regions.items()}
+    found = {"steps": str(steps), "shapes": json.dumps(shapes), "places": json.dumps(places)}
+    if any(region.width < math.prod(region.shape) for region in regions.values()):
+        return found
+    flat = {key: {"saved_offsets": [region.first + region.start]} for key, region in regions.items()}
+    return found | {"DCP_SHARDING_INFO": json.dumps(flat)}
 
 
 def write_file(folder: Path, file: File, rest: memoryview, copied: Iterator[memoryview]) -> tuple[str, memoryview]:
