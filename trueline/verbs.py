@@ -75,6 +75,7 @@ RL_MEANINGS = {
     "dapo": "GRPO with dynamic sampling and a higher upper clip",
     "gspo": "GRPO with one clipped ratio per completion",
     "cispo": "GRPO with capped importance weights instead of clipping",
+    "dppo": "GRPO that drops tokens by how far their probability has moved, not by its ratio",
     "vapo": "PPO with length-adaptive advantages and a critic warm-up",
     "on_policy_distill": "Imitate a teacher on the policy's own completions",
 }

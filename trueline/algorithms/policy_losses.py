@@ -20,6 +20,7 @@ SAPO_POSITIVE, SAPO_NEGATIVE = 1.0, 1.05  # temperatures by the sign of the adva
 GMPO_CLIP = 0.4  # of a token's log-ratio
 K3_LINEAR_BELOW = -2.6108686381  # the log-ratio at which k3 is 10
 OFF_POLICY_LIMIT = 10.0
+SMALLEST_REST = 1e-7  # of 1 - p in float32
 CLIPPED = "clipped to [1 - {0.clip_low:g}, 1 + {0.clip_high:g}]"
 
 
@@ -57,6 +58,20 @@ def reinforce(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOu
     return cispo(logprobs, batch, config)
 
 
+@entry(
+    "tokens that moved too far are dropped ({0.divergence} above {0.clip_low:g} down, {0.clip_high:g} up)",
+    reads=("clip_low", "clip_high", "ratio_cap", "divergence"),
+)
+def dppo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
+    """Compute DPPO (arXiv:2602.04879, eq. 11-12): tokens outside the trust region may only move back."""
+    change = TOKEN_DIVERGENCES[config.divergence](logprobs.detach(), batch.old_logprobs)
+    up = batch.advantages > 0
+    onward = torch.where(up, logprobs > batch.old_logprobs, logprobs < batch.old_logprobs)
+    dropped = onward & (change > torch.where(up, config.clip_high, config.clip_low))
+    values = cispo(logprobs, batch, config).values.masked_fill(dropped, 0.0)
+    return LossOutput(values, {"policy/clip_fraction": dropped.float()})
+
+
 @entry("soft gate around ratio 1")
 def sapo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     """Compute SAPO (arXiv:2511.20347, eq. 5-6): a sigmoid replaces the clip, steeper where the advantage is <= 0."""
@@ -76,7 +91,7 @@ def gmpo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     return LossOutput(values, {"policy/clip_fraction": (clipped != free).float()})
 
 
-POLICY_LOSSES: dict[str, PolicyLoss] = table_of(ppo_clip, gspo, cispo, reinforce, sapo, gmpo)
+POLICY_LOSSES: dict[str, PolicyLoss] = table_of(ppo_clip, gspo, cispo, reinforce, sapo, gmpo, dppo)
 
 
 def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> LossOutput:
@@ -139,6 +154,22 @@ def check_loss(loss: LossOutput, ratio: Tensor, key: str) -> None:
         raise AlgorithmFailure(
             f"{key} returned {found}: return LossOutput(values) with one value per token, here {list(ratio.shape)}"
         )
+
+
+# Divergences of whether a token is drawn, by its log-probs now and before
+
+
+def total_variation(now: Tensor, before: Tensor) -> Tensor:
+    return (now.exp() - before.exp()).abs()
+
+
+def binary_kl(now: Tensor, before: Tensor) -> Tensor:
+    """Return KL(before || now)."""
+    rest, rest_before = (-torch.expm1(one).clamp(max=-SMALLEST_REST) for one in (now, before))
+    return before.exp() * (before - now) + rest_before * (rest_before / rest).log()
+
+
+TOKEN_DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"tv": total_variation, "kl": binary_kl}
 
 
 # Estimators of each token's KL to the reference: of its log-ratio to the reference, and its ratio

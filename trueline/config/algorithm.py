@@ -106,7 +106,7 @@ class AlgorithmConfig(Config):
     advantage: OwnFunction = "group_norm"
     """gae, reinforce, group_norm, group_mean, leave_one_out, greedy_baseline, batch_mean, teacher, or file.py:name."""
     loss: OwnFunction = "ppo_clip"
-    """Policy loss: ppo_clip, gspo, cispo, reinforce, sapo, gmpo, file.py:name or package.module:name."""
+    """Policy loss: ppo_clip, gspo, cispo, reinforce, sapo, gmpo, dppo, file.py:name or package.module:name."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant", "sequence_sum"] = "sequence_mean"
     """How token losses are averaged over a minibatch."""
     group_size: int = Field(8, ge=1)
@@ -122,13 +122,15 @@ class AlgorithmConfig(Config):
     length_adaptive: float | None = Field(None, gt=0)
     """VAPO's alpha: lambda = 1 - 1 / (alpha * length) for the policy, 1 for the critic. null: gae_lambda for both."""
     clip_low: float = Field(0.2, gt=0)
-    """The ratio is clipped below 1 - clip_low."""
+    """The ratio is clipped below 1 - clip_low. dppo: largest divergence of a token that becomes less likely."""
     clip_high: float = Field(0.2, gt=0)
-    """The ratio is clipped above 1 + clip_high."""
+    """The ratio is clipped above 1 + clip_high. dppo: largest divergence of a token that becomes likelier."""
+    divergence: Literal["tv", "kl"] = "tv"
+    """What dppo bounds, of a token against all others. tv: the change of its probability. kl: KL(old || new)."""
     dual_clip: float | None = Field(None, gt=1)
     """Largest ppo_clip loss for negative advantages, in units of the advantage (3 is usual). null: no bound."""
     ratio_cap: float = Field(5.0, gt=0)
-    """Largest ratio that weights a token in the losses cispo and reinforce."""
+    """Largest ratio that weights a token in the losses cispo, reinforce and dppo."""
     old_logprobs: Literal["recompute", "rollout"] = "recompute"
     """Denominator of the ratio. recompute: the trainer's log-probs before the update. rollout: the engine's."""
     entropy_coefficient: float = Field(0.0, ge=0)
@@ -181,6 +183,13 @@ class AlgorithmConfig(Config):
 
 KL_IN_REWARD: Tree = {"coefficient": 0.01, "place": "reward"}
 OVERLONG: Tree = {"overlong_factor": 1.0}
+DPPO: Tree = {  # the trust region is around the policy that sampled
+    "old_logprobs": "rollout",
+    "importance_sampling": {"mode": "none"},
+    "clip_low": 0.15,
+    "clip_high": 0.15,
+    "ratio_cap": 20.0,
+}
 VAPO: Tree = {"length_adaptive": 0.05, "clip_high": 0.28, "positive_nll": 0.1, "critic_warmup_steps": 10}
 
 
@@ -204,6 +213,7 @@ PRESETS: dict[str, Tree] = {
     ),
     "gspo": row("group_norm", "gspo", "sequence_mean", 8, clip_low=3e-4, clip_high=4e-4),
     "cispo": row("group_norm", "cispo", "token_mean", 8, ratio_cap=5.0),
+    "dppo": row("group_norm", "dppo", "token_mean", 8, **DPPO),
     "vapo": row("gae", "ppo_clip", "token_mean", 16, **VAPO),
     "on_policy_distill": row("teacher", "ppo_clip", "token_mean", 1),
 }

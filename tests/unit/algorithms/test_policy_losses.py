@@ -126,6 +126,80 @@ def test_sapo_is_a_sigmoid_of_the_ratio() -> None:
     close(gradient(output), [-4 * gate * (1 - gate) * ratio * advantage for (ratio, advantage), _, gate in rows])
 
 
+# Probabilities after and before an update, below, near and above bounds of 0.1 down and 0.2 up, both ways.
+MOVES = [
+    (0.5, 0.5),
+    (0.35, 0.5),
+    (0.45, 0.5),
+    (0.65, 0.5),
+    (0.75, 0.5),
+    (0.2, 0.01),
+    (0.3, 0.01),
+    (0.8, 0.95),
+    (0.99, 0.9),
+]
+SIGNED = [(after, before, advantage) for after, before in MOVES for advantage in (1.5, -0.5, 0.0)]
+
+
+def moved() -> tuple[ModelOutput, Batch]:
+    """One sequence with every row of SIGNED."""
+    output, batch = make()
+    after, before, advantages = (torch.tensor(column) for column in zip(*SIGNED, strict=True))
+    batch.tokens, batch.lengths = torch.zeros(len(SIGNED), dtype=torch.long), [len(SIGNED)]
+    batch.mask, batch.advantages = torch.ones_like(batch.tokens, dtype=torch.bool), advantages
+    batch.old_logprobs = batch.rollout_logprobs = before.log()
+    output.logprobs, output.entropy = after.log().requires_grad_(), torch.zeros(len(SIGNED))
+    return output, batch
+
+
+def divergence_of(kind: str, after: float, before: float) -> float:
+    if kind == "tv":
+        return abs(after - before)
+    return before * math.log(before / after) + (1 - before) * math.log((1 - before) / (1 - after))
+
+
+@pytest.mark.parametrize(("kind", "low", "high"), [("tv", 0.1, 0.2), ("kl", 0.01, 0.1)])
+def test_dppo_drops_tokens_that_left_the_region_and_would_go_on(kind: str, low: float, high: float) -> None:
+    """Where A > 0 the probability may not rise by more than `high`, where A < 0 not fall by more than `low`."""
+    output, batch = moved()
+    settings = config(loss="dppo", divergence=kind, clip_low=low, clip_high=high, ratio_cap=15.0)
+    loss, weights, dropped = policy_loss(output, batch, settings), [], []
+    for after, before, advantage in SIGNED:
+        is_up, bound = advantage > 0, high if advantage > 0 else low
+        outward = after > before if is_up else after < before
+        dropped.append(outward and divergence_of(kind, after, before) > bound)
+        weights.append(0.0 if dropped[-1] else -min(after / before, 15.0) * advantage)
+    close(loss.values, [weight * logprob for weight, logprob in zip(weights, output.logprobs.tolist(), strict=True)])
+    loss.values.sum().backward()
+    close(gradient(output), weights)
+    assert loss.means["policy/clip_fraction"].tolist() == [float(one) for one in dropped]
+    signs = {
+        (after > before, advantage > 0) for (after, before, advantage), out in zip(SIGNED, dropped, strict=True) if out
+    }
+    assert signs == {(True, True), (False, False)}  # a token that moves back is kept, however far it is
+
+
+def test_dppos_two_bounds_are_their_own() -> None:
+    """A token that rose from 0.5 to 0.65 by 0.15, and one that fell as far."""
+    output, batch = moved()
+    for low, high, kept in ((0.1, 0.2, (True, False)), (0.2, 0.1, (False, True))):
+        values = policy_loss(output, batch, config(loss="dppo", clip_low=low, clip_high=high)).values
+        rose, fell = SIGNED.index((0.65, 0.5, 1.5)), SIGNED.index((0.35, 0.5, -0.5))
+        assert (bool(values[rose]), bool(values[fell])) == kept
+
+
+def test_dppos_kl_is_finite_at_certainty() -> None:
+    output, batch = moved()
+    with torch.no_grad():
+        output.logprobs[:2] = torch.tensor([0.0, -1e-9])
+    batch.old_logprobs = batch.old_logprobs.clone()
+    batch.old_logprobs[2] = 0.0
+    loss = policy_loss(output, batch, config(loss="dppo", divergence="kl"))
+    loss.values.sum().backward()
+    assert loss.values.isfinite().all() and gradient(output).isfinite().all()
+    assert loss.means["policy/clip_fraction"][0] == 1  # from 0.5 to 1, and on
+
+
 # Answer by answer
 
 ANSWERS = [  # ratios of the sampled tokens and the answer's advantage

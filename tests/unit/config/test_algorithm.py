@@ -27,6 +27,7 @@ PAPERS = {  # advantage, whitened, loss, weights, KL (place or estimator, coeffi
     "dapo": ("group_norm", False, "ppo_clip", "token_mean", None, (0.2, 0.28), 16),
     "gspo": ("group_norm", False, "gspo", "sequence_mean", None, (3e-4, 4e-4), 8),
     "cispo": ("group_norm", False, "cispo", "token_mean", None, None, 8),
+    "dppo": ("group_norm", False, "dppo", "token_mean", None, (0.15, 0.15), 8),
     "vapo": ("gae", False, "ppo_clip", "token_mean", None, (0.2, 0.28), 16),
     "on_policy_distill": ("teacher", False, "ppo_clip", "token_mean", None, (0.2, 0.2), 1),
 }
@@ -57,13 +58,16 @@ def test_what_the_rows_add() -> None:
     assert (vapo.length_adaptive, vapo.positive_nll) == (0.05, 0.1)
     assert vapo.critic_warmup_steps > 0
     assert (AlgorithmConfig(preset="cispo").ratio_cap, AlgorithmConfig(preset="rloo").ratio_cap) == (5.0, 5.0)
+    dppo = AlgorithmConfig(preset="dppo")
+    assert (dppo.divergence, dppo.ratio_cap, dppo.old_logprobs) == ("tv", 20.0, "rollout")
+    assert dppo.importance_sampling.mode == "none"
     others = set(PRESETS) - {"dapo"}
     assert not any(AlgorithmConfig(preset=preset).dynamic_sampling.enabled for preset in others)
     assert not any(AlgorithmConfig(preset=preset).shaping.overlong_factor for preset in others)
 
 
 def test_the_correction_is_truncation_unless_set() -> None:
-    for preset in PRESETS:
+    for preset in {*PRESETS} - {"dppo"}:
         chosen = AlgorithmConfig(preset=preset).importance_sampling
         assert (chosen.mode, chosen.cap, chosen.low, chosen.high) == ("token_truncate", 2.0, 0.5, 5.0)
         assert (chosen.sequence_low, chosen.sequence_high) == (0.99, 1.01)

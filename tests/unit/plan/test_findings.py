@@ -47,6 +47,7 @@ IDLE = [
     ("grpo", "teacher.path=somewhere", "has no teacher"),
     ("grpo", "reward_model.ranks=2", "no reward is a model"),
     ("cispo", "algorithm.clip_high=0.5", "algorithm.loss=cispo"),
+    ("grpo", "algorithm.divergence=kl", "algorithm.loss=ppo_clip"),
     ("gspo", "algorithm.dual_clip=3.0", "algorithm.loss=gspo"),
     ("grpo", "algorithm.ratio_cap=3.0", "algorithm.loss=ppo_clip"),
     ("grpo", "algorithm.importance_sampling.high=3.0", "algorithm.importance_sampling.mode=token_truncate"),
