@@ -74,6 +74,15 @@ def group_mean(samples: list[Sample], config: AlgorithmConfig) -> None:
     compare(groups_of(samples), config, lambda rewards: rewards - rewards.mean())
 
 
+@entry("group mean, divided by that mean", needs=("groups",), reads=("credit",))
+def maxrl(samples: list[Sample], config: AlgorithmConfig) -> None:
+    """Subtract the group's mean and divide by it: MaxRL (arXiv:2602.02710), which follows the log of the success rate.
+
+    Without a success, as with successes alone, advantages are 0.
+    """
+    compare(groups_of(samples), config, over_mean)
+
+
 @entry("mean of the group's other completions", needs=("groups",), reads=("credit",))
 def leave_one_out(samples: list[Sample], config: AlgorithmConfig) -> None:
     """Subtract the mean of the others in the group from the reward: RLOO (arXiv:2402.14740, eq. 8)."""
@@ -94,7 +103,7 @@ def greedy_baseline(samples: list[Sample], config: AlgorithmConfig) -> None:
 
 
 ADVANTAGES: dict[str, Estimator] = table_of(
-    gae, reinforce, group_norm, group_mean, leave_one_out, greedy_baseline, batch_mean, teacher
+    gae, reinforce, group_norm, group_mean, maxrl, leave_one_out, greedy_baseline, batch_mean, teacher
 )
 
 
@@ -191,6 +200,15 @@ def estimate_group(rewards: list[float], estimate: GroupBaseline) -> list[float]
         return [0.0] * len(rewards)
     found: list[float] = estimate(torch.tensor(rewards, dtype=torch.float64)).tolist()
     return found
+
+
+def over_mean(rewards: Tensor) -> Tensor:
+    if (least := rewards.min().item()) < 0:
+        raise ConfigError(
+            f"algorithm.advantage=maxrl divides by mean rewards, and a completion has {least:g}: use rewards from 0 on "
+            "(no KL in the reward, no punishment of length), or another advantage"
+        )
+    return rewards / rewards.mean() - 1
 
 
 def turn_returns(episode: Episode, config: AlgorithmConfig) -> list[float]:

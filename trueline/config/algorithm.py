@@ -104,7 +104,7 @@ class AlgorithmConfig(Config):
     preset: str = "grpo"
     """Named algorithm; it fills every key of this section that you do not set."""
     advantage: OwnFunction = "group_norm"
-    """gae, reinforce, group_norm, group_mean, leave_one_out, greedy_baseline, batch_mean, teacher, or file.py:name."""
+    """gae, reinforce, group_norm, group_mean, maxrl, leave_one_out, greedy_baseline, batch_mean, teacher, your own."""
     loss: OwnFunction = "ppo_clip"
     """Policy loss: ppo_clip, gspo, cispo, reinforce, sapo, gmpo, dppo, file.py:name or package.module:name."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant", "sequence_sum"] = "sequence_mean"
@@ -206,6 +206,7 @@ PRESETS: dict[str, Tree] = {
     ),
     "grpo": row("group_norm", "ppo_clip", "sequence_mean", 8, kl={"coefficient": 1e-3, "estimator": "k3"}),
     "dr_grpo": row("group_mean", "ppo_clip", "constant", 8),
+    "maxrl": row("maxrl", "ppo_clip", "constant", 16),
     "rloo": row("leave_one_out", "reinforce", "sequence_sum", 8, kl=KL_IN_REWARD),
     "remax": row("greedy_baseline", "reinforce", "sequence_sum", 1, kl=KL_IN_REWARD),
     "dapo": row(

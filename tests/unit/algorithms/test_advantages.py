@@ -120,6 +120,25 @@ def test_two_answers_right_and_wrong() -> None:
     assert advantages("group_norm", {0: [1.0, 0.0]})[0] == pytest.approx([unit, -unit], rel=1e-6)
 
 
+def test_maxrl_divides_by_the_mean() -> None:
+    """1 of 4 right: mean 1/4, so 3 and -1; 3 of 4: 1/3 and -1; rewards 1, 2 and 3: -1/2, 0 and 1/2."""
+    found = advantages("maxrl", {0: [0.0, 1.0, 0.0, 0.0], 1: [1.0, 0.0, 1.0, 1.0], 2: [1.0, 2.0, 3.0]})
+    third = pytest.approx(1 / 3)
+    assert found == {0: [-1.0, 3.0, -1.0, -1.0], 1: [third, -1.0, third, third], 2: [-0.5, 0.0, 0.5]}
+    assert advantages("maxrl", {0: [0.0] * 4, 1: [1.0] * 4}) == {0: [0.0] * 4, 1: [0.0] * 4}
+
+
+def test_maxrl_is_invariant_to_the_scale_of_rewards() -> None:
+    rewards = [1.0, 0.0, 0.25, 2.0]
+    scaled = advantages("maxrl", {0: [1000 * reward for reward in rewards]})
+    assert scaled[0] == pytest.approx(advantages("maxrl", {0: rewards})[0], rel=1e-6)
+
+
+def test_maxrl_refuses_negative_rewards() -> None:
+    with pytest.raises(ConfigError, match=r"maxrl divides by mean rewards, and a completion has -0\.5: use rewards"):
+        advantages("maxrl", {0: [1.0, -0.5]})
+
+
 # Estimators that look at single tokens
 
 MASKS = [  # one turn; two turns with environment tokens between; three turns; a single token

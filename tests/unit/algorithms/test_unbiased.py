@@ -6,7 +6,7 @@ answers are enumerated, so that the expectation is exact; 100,000 of them are dr
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
@@ -185,6 +185,15 @@ def test_a_mean_that_holds_the_answer_itself_shrinks_the_gradient(
     torch.testing.assert_close(expectation(world, found), shrunk, rtol=1e-4, atol=1e-6)
     assert errors(world, found, shrunk).max() < 3
     assert errors(world, found, exact_gradient(world)).max() > 3
+
+
+def test_maxrl_climbs_the_series_of_the_log_success_rate() -> None:
+    """On average, groups of n give the gradient of the sum of pass@k / k over k < n: of p it is 1 + (1 - p) + ..."""
+    world = replace(BANDIT, rewards=torch.tensor([[1.0, 0.0, 0.0, 1.0]]))
+    rate = (path_chances(world, world.logits.double()) * path_rewards(world).sum(1)).sum()
+    slope = sum((1 - rate) ** (k - 1) for k in range(1, GROUP))
+    found = estimates(world, {"advantage": "maxrl"})
+    torch.testing.assert_close(expectation(world, found), slope * exact_gradient(world), rtol=1e-4, atol=1e-6)
 
 
 BIASED: dict[str, tuple[dict[str, object], int | None]] = {
