@@ -71,12 +71,28 @@ IMPORTANCE_WEIGHTS: dict[str, Correction] = {
 
 def importance_weights(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Return token weights [N], without gradient, and whether each was truncated or masked [N]."""
+    weights, corrected = mismatch_weights(logprobs, batch, config)
+    if (limit := config.importance_sampling.off_policy_mask) is None:
+        return weights, corrected
+    left_out = has_drifted(logprobs, batch, limit) & (batch.advantages < 0)
+    return weights.masked_fill(left_out, 0.0), corrected | left_out
+
+
+def mismatch_weights(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     correct = IMPORTANCE_WEIGHTS[config.importance_sampling.mode]
     if config.old_logprobs == "recompute":
         return correct(batch.old_logprobs - batch.rollout_logprobs, batch, config.importance_sampling)
     # The ratio contains the mismatch already: a token is kept unchanged, or masked.
     weights, _ = correct(logprobs.detach() - batch.rollout_logprobs, batch, config.importance_sampling)
     return (weights > 0).float(), weights == 0
+
+
+def has_drifted(logprobs: Tensor, batch: Batch, limit: float) -> Tensor:
+    """Tell of which completions' tokens [N] the policy has lost more log-prob on average since they were sampled.
+
+    DeepSeek-V3.2 (arXiv:2512.02556, section 3.1) takes no negative advantages from them.
+    """
+    return batch.spread(sequence_means(batch.rollout_logprobs - logprobs.detach(), batch) > limit)
 
 
 def mismatch_metrics(samples: list[Sample]) -> dict[str, float]:

@@ -63,6 +63,8 @@ class ImportanceSamplingConfig(Config):
     """sequence_mask drops completions whose geometric mean weight is below this."""
     sequence_high: float = Field(1.01, gt=0)
     """sequence_mask drops completions whose geometric mean weight is above this."""
+    off_policy_mask: float | None = Field(None, ge=0)
+    """Drop negative advantages of completions whose mean log(p_engine / p) exceeds this (0.5 is usual). null: none."""
 
 
 class DynamicSamplingConfig(Config):

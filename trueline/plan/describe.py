@@ -282,8 +282,8 @@ def recipe_lines(config: RLConfig) -> list[str]:
         f"loss       {algorithm.loss}: {loss.words.format(algorithm)}" + describe_terms(algorithm),
         f"averaging  {algorithm.loss_aggregation}: {AGGREGATIONS[algorithm.loss_aggregation].words}",
         f"KL         {describe_kl(algorithm)}",
-        f"importance {algorithm.importance_sampling.mode} (engine vs. trainer); old log-probs: "
-        f"{old_logprobs}; draws {draws}",
+        f"importance {algorithm.importance_sampling.mode} (engine vs. trainer){describe_mask(algorithm)}; "
+        f"old log-probs: {old_logprobs}; draws {draws}",
     ]
 
 
@@ -305,6 +305,11 @@ def describe_terms(algorithm: AlgorithmConfig) -> str:
     words += ["truncated completions left out"] * algorithm.shaping.overlong_filter
     words += ["dynamic sampling"] * algorithm.dynamic_sampling.enabled
     return "".join(f"; {word}" for word in words)
+
+
+def describe_mask(algorithm: AlgorithmConfig) -> str:
+    limit = algorithm.importance_sampling.off_policy_mask
+    return "" if limit is None else f", negative advantages masked beyond {limit:g} nats per token"
 
 
 def describe_kl(algorithm: AlgorithmConfig) -> str:

@@ -113,6 +113,38 @@ def test_with_the_engines_log_probs_as_old_ones_tokens_are_kept_or_masked(mode: 
     assert not weights.requires_grad
 
 
+DRIFTS = [[0.9, 0.0, 0.3], [0.6, 0.6], [-3.0, 4.0], [0.5]]  # log p_engine / p: means of 0.4, 0.6, 0.5 and 0.5
+SIGNS = [[-1.0, -1.0, 2.0], [-1.0, 1.0], [-1.0, -1.0], [-1.0]]
+
+
+@pytest.mark.parametrize("old_logprobs", ["recompute", "rollout"])
+@pytest.mark.parametrize(
+    ("limit", "masked"), [(None, []), (0.45, [3, 5, 6, 7]), (0.55, [3]), (0.39, [0, 1, 3, 5, 6, 7]), (0.7, [])]
+)
+def test_negative_advantages_of_completions_that_the_policy_has_left_are_masked(
+    old_logprobs: str, limit: float | None, masked: list[int]
+) -> None:
+    """By the mean over sampled tokens, under the weights of this pass; a token of another sign is kept."""
+    batch = batch_of([[1.5] * len(drifts) for drifts in DRIFTS])
+    batch.advantages = torch.cat([torch.tensor([-1.0, *signs]) for signs in SIGNS])
+    current = batch.rollout_logprobs - torch.cat([torch.tensor([1e6, *drifts]) for drifts in DRIFTS])
+    keys = {"mode": "none", "off_policy_mask": limit}
+    config = AlgorithmConfig.parse({"preset": "grpo", "old_logprobs": old_logprobs, "importance_sampling": keys})
+    weights, touched = importance_weights(current.requires_grad_(), batch, config)
+    assert weights[batch.mask].tolist() == [float(at not in masked) for at in range(8)]
+    assert touched[batch.mask].tolist() == [at in masked for at in range(8)]
+    assert not weights.requires_grad
+
+
+def test_the_off_policy_mask_goes_with_other_corrections() -> None:
+    batch = batch_of([[4.0, 0.5], [4.0, 0.5]])
+    batch.advantages = torch.tensor([0.0, -1.0, -1.0, 0.0, 1.0, 1.0])
+    config = AlgorithmConfig.parse({"importance_sampling": {"mode": "token_truncate", "off_policy_mask": 0.5}})
+    weights, touched = importance_weights(batch.rollout_logprobs - 0.6, batch, config)
+    assert weights[batch.mask].tolist() == pytest.approx([0.0, 0.0, 2.0, 0.5])
+    assert touched[batch.mask].tolist() == [True, True, True, False]
+
+
 def sample(gaps: list[float], outside: float) -> Sample:
     """A prompt token with an absurd gap that must not count, then one token per gap."""
     made = Sample(torch.arange(len(gaps) + 1), torch.tensor([False] + [True] * len(gaps)))

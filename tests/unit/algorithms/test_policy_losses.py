@@ -408,6 +408,20 @@ def test_the_mismatch_weight_multiplies_the_policy_loss_but_not_the_kl_term() ->
     assert not loss.means["policy/corrected_share"].any()
 
 
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_the_off_policy_mask_leaves_the_kl_term_of_the_tokens_it_masks(name: str) -> None:
+    """The engine found every token e^0.6 times as likely as the policy does."""
+    output, batch = make(gap_to_reference=0.3)
+    batch.rollout_logprobs = output.logprobs.detach() + 0.6
+    keys = ImportanceSamplingConfig(mode="none", off_policy_mask=0.5)
+    loss = policy_loss(output, batch, config(loss=name, importance_sampling=keys, kl=KLConfig(coefficient=0.4)))
+    term = 0.4 * (math.exp(-0.3) - 1 + 0.3)
+    negative = batch.advantages < 0
+    close(loss.values[negative], [term] * int(negative.sum()))
+    assert (loss.values[batch.advantages > 0] != term).all()
+    assert loss.means["policy/corrected_share"].equal(negative.float())
+
+
 def test_truncated_and_masked_tokens_are_counted() -> None:
     output, batch = make(gap_to_rollout=2.0)
     for mode, factor in (("token_truncate", 2.0), ("token_mask", 0.0)):

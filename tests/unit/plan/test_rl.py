@@ -371,6 +371,12 @@ def test_the_recipe_tells_what_was_changed() -> None:
         assert part in said
 
 
+def test_the_recipe_tells_what_is_masked() -> None:
+    keys = {"importance_sampling": {"off_policy_mask": 0.5}}
+    line = recipe_lines(RLConfig.parse({"algorithm": keys}))[-1]
+    assert "(engine vs. trainer), negative advantages masked beyond 0.5 nats per token; old" in line
+
+
 SMOLLM2 = ModelFacts(
     134_515_008,
     context=8192,
