@@ -114,6 +114,16 @@ def test_other_losses_learn(loss: str, tmp_path: Path) -> None:
     assert fmean(row["reward/mean"] for row in rows[-3:]) > rows[0]["reward/mean"] + MARGIN
 
 
+def test_a_fifth_of_the_tokens_teaches(tmp_path: Path) -> None:
+    """Those of the highest entropy, by the weights that the update starts from."""
+    rows = train(tmp_path, "dr_grpo", "algorithm.top_entropy_share=0.2", "steps=32")
+    assert fmean(row["reward/mean"] for row in rows[-3:]) > rows[0]["reward/mean"] + MARGIN
+    assert all(row["policy/ratio_deviation_max"] < 1e-4 for row in rows)
+    (tmp_path / "all").mkdir()
+    first = train(tmp_path / "all", "dr_grpo", "steps=1")[0]
+    assert 0 < rows[0]["grad_norm"] < first["grad_norm"]
+
+
 def test_old_logprobs_may_be_the_engines(tmp_path: Path) -> None:
     words = ["algorithm.old_logprobs=rollout", "algorithm.importance_sampling.mode=token_mask", "minibatches=2"]
     rows = train(tmp_path, "cispo", *words)

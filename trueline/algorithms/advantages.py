@@ -116,6 +116,8 @@ def assign_advantages(samples: list[Sample], config: AlgorithmConfig) -> None:
         raise ConfigError(f"algorithm.advantage={config.advantage} needs a critic but sets no targets: fill `returns`")
     if config.whiten:
         whiten(samples)
+    if config.needs_entropy():
+        keep_uncertain(samples, config.top_entropy_share)
 
 
 def check_advantages(samples: list[Sample], key: str) -> None:
@@ -145,6 +147,16 @@ def whiten(samples: list[Sample]) -> None:
     mean, deviation = tokens.mean().item(), (tokens.var(correction=0) + 1e-8).sqrt().item()
     for sample in samples:
         sample.advantages = (sample.advantages - mean) / deviation * sample.mask
+
+
+def keep_uncertain(samples: list[Sample], share: float) -> None:
+    """Set advantages to 0 but for this share of the tokens in the loss: those of highest entropy (arXiv:2506.01939)."""
+    if not (in_loss := [sample.entropy.masked_select(sample.mask) for sample in samples if not sample.filtered]):
+        return
+    entropies = torch.cat(in_loss)
+    least = entropies.topk(max(1, round(share * len(entropies)))).values[-1]
+    for sample in samples:
+        sample.advantages = sample.advantages * (sample.entropy >= least)
 
 
 def groups_of(samples: list[Sample]) -> list[list[Episode]]:
@@ -301,6 +313,7 @@ def fresh_logprobs(config: AlgorithmConfig, updates: int, dropout: float) -> boo
     """Tell whether the update itself computes the old log-probs: completions are used once, and only there."""
     in_reward = config.kl.place == "reward" and config.kl.coefficient > 0
     read = in_reward or "teacher" in needs(config) or is_own(config.advantage)  # user functions may read anything
+    read = read or config.needs_entropy()
     return config.old_logprobs == "recompute" and updates == 1 and not dropout and not read
 
 
@@ -308,6 +321,8 @@ def needs_batch(config: AlgorithmConfig) -> str:
     """Return the key for which all completions of a step must be there before one is trained, or nothing."""
     if config.whiten:
         return "algorithm.whiten=true"
+    if config.needs_entropy():
+        return f"algorithm.top_entropy_share={config.top_entropy_share:g}"
     if is_own(config.advantage) or {"batch", "critic"} & {*needs(config)}:
         return f"algorithm.advantage={config.advantage}"
     return f"algorithm.positive_nll={config.positive_nll:g}" if config.positive_nll else ""

@@ -113,6 +113,8 @@ class AlgorithmConfig(Config):
     """How token losses are averaged over a minibatch."""
     group_size: int = Field(8, ge=1)
     """Completions sampled per prompt."""
+    top_entropy_share: float = Field(1.0, gt=0, le=1)
+    """Share of a step's tokens, those of the highest entropy, that the policy learns from (0.2 is usual)."""
     whiten: bool = False
     """Normalize a step's advantages to mean 0 and variance 1 over all tokens in the loss."""
     credit: Literal["token", "turn"] = "token"
@@ -170,6 +172,11 @@ class AlgorithmConfig(Config):
             )
         if self.kl.target is not None and self.kl.coefficient == 0:
             raise ValueError(f"algorithm.kl.target={self.kl.target}: set kl.coefficient above 0, which it adapts")
+        if self.needs_entropy() and self.old_logprobs == "rollout":
+            raise ValueError(
+                f"algorithm.top_entropy_share={self.top_entropy_share:g} needs entropies, which engines do not report: "
+                "set algorithm.old_logprobs=recompute"
+            )
         low, high, mode = self.importance_sampling.low, self.importance_sampling.high, self.importance_sampling.mode
         if low > high:
             raise ValueError(f"algorithm.importance_sampling.low={low} is above high={high}: swap them")
@@ -181,6 +188,10 @@ class AlgorithmConfig(Config):
 
     def needs_reference(self) -> bool:
         return self.kl.coefficient > 0
+
+    def needs_entropy(self) -> bool:
+        """Tell whether advantages follow from entropies, which come with the old log-probs."""
+        return self.top_entropy_share < 1
 
 
 KL_IN_REWARD: Tree = {"coefficient": 0.01, "place": "reward"}

@@ -239,7 +239,7 @@ class Sample:
     values: Tensor = later()  # [T] by the critic before the update, of the state before token t
     returns: Tensor = later()  # [T] targets of the critic
     advantages: Tensor = later()  # [T]
-    entropy: Tensor = later()  # [T] of the trainer's distribution, in the update
+    entropy: Tensor = later()  # [T] of the trainer's distribution, in the update or before it
     step_labels: Tensor = later()  # [T] label, 0 to 1, of the step that ends at a masked token
 
     def length(self) -> int:

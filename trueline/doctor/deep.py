@@ -125,7 +125,7 @@ def rewards(groups: list[SampledGroup], metrics: Metrics) -> Iterator[Finding]:
 
 def gap(trainer: RLTrainer, samples: StoredSamples) -> Finding:
     """Compare the log-probs of engines and trainer on sampled tokens, by their gap under equal weights."""
-    for block in trainer.models.policy.score_stored(samples, "old_logprobs", trainer.models.temperature):
+    for block in trainer.models.policy.score_stored(samples, "old_logprobs", temperature=trainer.models.temperature):
         samples.add(block)
     found = trainer.rollouts.loop.run(trainer.workers.run(mismatch, samples), "comparing log-probs")
     mean, largest = found["mismatch/logprob_gap_mean"], found["mismatch/logprob_gap_max"]

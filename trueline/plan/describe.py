@@ -302,6 +302,8 @@ def describe_terms(algorithm: AlgorithmConfig) -> str:
         "overlong penalty": algorithm.shaping.overlong_factor,
     }
     words = [f"{name} {value:g}" for name, value in terms.items() if value]
+    share = algorithm.top_entropy_share
+    words += [f"only the {share:.0%} of tokens with the highest entropy"] * (share < 1)
     words += ["truncated completions left out"] * algorithm.shaping.overlong_filter
     words += ["dynamic sampling"] * algorithm.dynamic_sampling.enabled
     return "".join(f"; {word}" for word in words)

@@ -35,14 +35,15 @@ class Models:
         With `logprobs_from_update`, the update itself gives the old log-probs.
         """
         wanted: list[Callable[[], list[SampleBlock]]] = []
+        heat, more = self.temperature, ("entropy",) * self.algorithm.needs_entropy()
         if self.algorithm.old_logprobs == "recompute" and not logprobs_from_update:
-            wanted.append(lambda: self.policy.score_stored(samples, "old_logprobs", self.temperature))
+            wanted.append(lambda: self.policy.score_stored(samples, "old_logprobs", *more, temperature=heat))
         if self.algorithm.needs_reference():
             model, reference = self.reference or self.policy, self.reference is None
-            wanted.append(lambda: model.score_stored(samples, "ref_logprobs", self.temperature, reference=reference))
+            wanted.append(lambda: model.score_stored(samples, "ref_logprobs", temperature=heat, reference=reference))
         if self.teacher is not None:
             teacher = self.teacher
-            wanted.append(lambda: teacher.score_stored(samples, "teacher_logprobs", self.temperature))
+            wanted.append(lambda: teacher.score_stored(samples, "teacher_logprobs", temperature=heat))
         if self.critic is not None:
             critic = self.critic
             wanted.append(lambda: critic.score_stored(samples, "values"))

@@ -81,12 +81,12 @@ class ModelGroup:
         return split_by_sample(samples, plan, self._submit(Worker.score, samples, plan, temperature, reference))
 
     def score_stored(
-        self, samples: StoredSamples, field: str, temperature: float = 1.0, *, reference: bool = False
+        self, samples: StoredSamples, *names: str, temperature: float = 1.0, reference: bool = False
     ) -> list[SampleBlock]:
-        """Score samples by reference, and return blocks of the results, which stay with the ranks' nodes."""
+        """Score samples by reference, and return blocks of fields, which stay with the ranks' nodes."""
         plan = self.plan(samples)
-        found = self._keep(Worker.score_kept, samples, plan, field, temperature, reference)
-        return self._blocks(samples, plan, (field,), [arrays for _, arrays in found])
+        found = self._keep(Worker.score_kept, samples, plan, names, temperature, reference)
+        return self._blocks(samples, plan, names, [arrays for _, arrays in found])
 
     def prepare_settings(self, samples: Samples, loss: str, settings: LossSettings) -> LossSettings:
         """Return the settings with the loss's own statistics of the whole minibatch."""

@@ -1,6 +1,8 @@
 """What the controller sends to ranks for a step, and what they report."""
 
+import math
 import resource
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -55,6 +57,12 @@ class LossAccumulator:
     def report(self) -> "Report":
         sums = {name: sum(numbers) for name, numbers in fetch_numbers(self.sums).items()}
         return Report(sums, {name: max(numbers) for name, numbers in fetch_numbers(self.maxima).items()}, {})
+
+
+def spread_sample(tensors: Iterable[tuple[str, Tensor]], most: int) -> np.ndarray:
+    """Return up to `most` evenly spread numbers of each tensor."""
+    flats = (tensor.detach().flatten() for _, tensor in tensors)
+    return torch.cat([flat[:: math.ceil(len(flat) / most)].clone().float().cpu() for flat in flats]).numpy()
 
 
 def fetch_numbers(found: dict[str, list[Tensor]]) -> dict[str, list[float]]:

@@ -202,7 +202,7 @@ def trained_token_bytes(config: RLConfig) -> int:
         "ref_logprobs": int(algorithm.needs_reference()),
         "teacher_logprobs": int("teacher" in wanted),
         "values and returns": 2 * ("critic" in wanted),
-        "entropy": int(config.monitoring.tokens),
+        "entropy": int(config.monitoring.tokens or algorithm.needs_entropy()),
     }
     return NUMBER * sum(added.values())
 

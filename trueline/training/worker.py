@@ -47,6 +47,7 @@ from trueline.training.outgoing import Outgoing
 from trueline.training.report import LossSettings, Report
 from trueline.training.samples import Arrays
 
+Names = tuple[str, ...]
 COMPARED = 3  # sequences that begin like another one
 
 
@@ -153,7 +154,12 @@ class Worker:
         return self._outputs(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), lengths, none, none))
 
     def score(
-        self, packed: SampleReader, passes: list[MicroBatch], temperature: float, reference: bool = False
+        self,
+        packed: SampleReader,
+        passes: list[MicroBatch],
+        temperature: float,
+        reference: bool = False,
+        entropy: bool = False,
     ) -> np.ndarray:
         """Return log-probs or scores of this rank's tokens in the plan's order; as `reference`, without adapters."""
         rows: list[Tensor] = []
@@ -161,7 +167,7 @@ class Worker:
         with self.eval_mode(), without:
             for micro_batch in passes:
                 batch = collate(packed, micro_batch, self.device, experts=not reference)
-                rows += rows_of(only_output(self.engine.forward(batch, temperature, entropy=False)), batch, micro_batch)
+                rows += rows_of(only_output(self.engine.forward(batch, temperature, entropy)), batch, micro_batch)
                 WORK.move()
         return torch.cat(rows).cpu().numpy() if rows else np.zeros(0, dtype=np.float32)
 
@@ -177,10 +183,11 @@ class Worker:
         return only_output(self.engine.forward(batch, 1.0, entropy=False))
 
     def score_kept(
-        self, packed: SampleReader, passes: list[MicroBatch], field: str, temperature: float, reference: bool = False
+        self, packed: SampleReader, passes: list[MicroBatch], names: Names, temperature: float, reference: bool = False
     ) -> tuple[None, Arrays]:
-        """Score, and return the result as a field of the samples."""
-        return None, {field: self.score(packed, passes, temperature, reference)}
+        """Score, and return the result as a field of the samples; after log-probs, entropies may be another one."""
+        found = self.score(packed, passes, temperature, reference, "entropy" in names)
+        return None, dict(zip(names, found.reshape(-1, len(names)).T.copy(), strict=True))
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -207,7 +214,7 @@ class Worker:
             self.release()
             return Report({}, {}, {}, out_of_memory=problem)
         if settings.gradients:
-            report.gradient = settings.scale * spread_sample(self.engine.gradients(), settings.gradients)
+            report.gradient = settings.scale * reports.spread_sample(self.engine.gradients(), settings.gradients)
         if settings.then == "discard" and not self.engine.discard():
             raise RuntimeError("this engine cannot discard gradients")
         if settings.then != "step":
@@ -417,16 +424,10 @@ class Worker:
 
     def weight_sample(self, most: int) -> np.ndarray:
         """Return up to `most` evenly spread numbers of each trained tensor, to measure how far training moves them."""
-        return spread_sample(self.engine.masters(), most)
+        return reports.spread_sample(self.engine.masters(), most)
 
     def gradients(self) -> dict[str, np.ndarray]:
         return {name: tensor.detach().cpu().float().numpy().copy() for name, tensor in self.engine.gradients()}
-
-
-def spread_sample(tensors: Iterator[tuple[str, Tensor]], most: int) -> np.ndarray:
-    """Return up to `most` evenly spread numbers of each tensor."""
-    flats = (tensor.detach().flatten() for _, tensor in tensors)
-    return torch.cat([flat[:: math.ceil(len(flat) / most)].clone().float().cpu() for flat in flats]).numpy()
 
 
 def worker_target(ranks: RanksConfig) -> Target[Worker]:
@@ -443,5 +444,7 @@ def rows_of(values: Tensor, batch: Batch, micro_batch: MicroBatch) -> list[Tenso
 
 
 def only_output(output: ModelOutput) -> Tensor:
-    """Return the only output of a forward pass without entropy."""
+    """Return the only output of a forward pass, or log-probs and entropies as [N, 2]."""
+    if is_filled(output, "entropy"):
+        return torch.stack([output.logprobs, output.entropy], -1)
     return next(getattr(output, one.name) for one in fields(output) if is_filled(output, one.name))

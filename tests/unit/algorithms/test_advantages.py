@@ -5,7 +5,7 @@ from statistics import fmean, pstdev, stdev
 import pytest
 import torch
 
-from trueline.algorithms.advantages import ADVANTAGES, assign_advantages, discounted_sums, whiten
+from trueline.algorithms.advantages import ADVANTAGES, assign_advantages, discounted_sums, keep_uncertain, whiten
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.base import ConfigError
 from trueline.data.types import Sample
@@ -299,6 +299,42 @@ def test_equal_advantages_are_whitened_to_nothing() -> None:
     sample.advantages = torch.tensor([0.0, 2.0, 2.0])
     whiten([sample])
     assert sample.advantages.tolist() == [0.0, 0.0, 0.0]
+
+
+def uncertain() -> list[Sample]:
+    """Nine sampled tokens, seven of them in the loss; what lies outside must not count."""
+    samples = raw(True)
+    entropies = ([9.0, 0.5, 2.0], [9.0, 1.0, 3.0, 0.25], [9.0, 8.0])
+    for sample, values in zip(samples, entropies, strict=True):
+        sample.advantages, sample.entropy = sample.mask.float(), torch.tensor(values)
+        sample.reward = values[1]
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("share", "kept"), [(0.2, [3.0]), (0.4, [2.0, 3.0]), (0.61, [1.0, 2.0, 3.0]), (0.01, [3.0]), (0.99, [0.25, 0.5])]
+)
+def test_only_the_tokens_of_highest_entropy_keep_their_advantage(share: float, kept: list[float]) -> None:
+    """Of five tokens in the loss: the highest 1, 2, 3, 1 and 5."""
+    samples = uncertain()
+    keep_uncertain(samples, share)
+    for sample in samples:
+        assert sample.advantages.tolist() == [
+            float(is_sampled and entropy >= min(kept))
+            for is_sampled, entropy in zip(sample.mask.tolist(), sample.entropy.tolist(), strict=True)
+        ]
+
+
+def test_the_choice_follows_whitening_over_all_tokens() -> None:
+    """Advantages of 1, 4, -3, 0 and 7 are whitened; then those with the entropies 2 and 3 are kept: 4 and 0."""
+    plain, chosen = raw(True)[:2], raw(True)[:2]
+    whiten(plain)
+    for sample, other in zip(chosen, uncertain(), strict=False):
+        sample.entropy = other.entropy
+        sample.teacher_logprobs, sample.old_logprobs = sample.advantages, torch.zeros(sample.length())
+    assign_advantages(chosen, AlgorithmConfig(preset="on_policy_distill", whiten=True, top_entropy_share=0.4))
+    (first, second), zero = (sample.advantages.tolist() for sample in plain), 0.0
+    assert [one.advantages.tolist() for one in chosen] == [[zero, zero, first[2]], [zero, zero, second[2], zero]]
 
 
 def test_the_key_turns_whitening_on() -> None:

@@ -74,6 +74,13 @@ def test_the_correction_is_truncation_unless_set() -> None:
         assert (chosen.sequence_low, chosen.sequence_high) == (0.99, 1.01)
 
 
+def test_entropies_are_the_trainers() -> None:
+    with pytest.raises(
+        ConfigError, match=r"top_entropy_share=0\.2 needs entropies, .*: set algorithm\.old_logprobs=rec"
+    ):
+        AlgorithmConfig.load([], ["preset=dppo", "top_entropy_share=0.2"])
+
+
 def test_what_is_set_wins_over_the_preset() -> None:
     config = AlgorithmConfig.load([], ["preset=grpo", "loss_aggregation=token_mean", "kl.coefficient=0.5"])
     assert (config.loss_aggregation, config.kl.coefficient) == ("token_mean", 0.5)

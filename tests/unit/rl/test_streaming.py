@@ -243,6 +243,7 @@ def test_a_gradient_is_proven_within_its_precision(gap: float, proven: bool) -> 
         ({"algorithm": {"advantage": "gae"}}, "algorithm.advantage=gae needs the whole batch"),
         ({"algorithm": {"advantage": "statistics:fmean"}}, "algorithm.advantage=statistics:fmean needs the whole"),
         ({"algorithm": {"positive_nll": 0.1}}, "algorithm.positive_nll=0.1 needs the whole batch"),
+        ({"algorithm": {"top_entropy_share": 0.2}}, "algorithm.top_entropy_share=0.2 needs the whole batch"),
         ({"minibatches": 2}, "a step makes 2 updates"),
         ({"epochs": 3}, "a step makes 3 updates"),
         ({"training": {"router_aux_loss_coef": 0.1}}, "training.router_aux_loss_coef needs the whole batch"),

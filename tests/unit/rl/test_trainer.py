@@ -244,7 +244,7 @@ def test_old_log_probs_are_computed_first_where_they_are_read_or_used_twice() ->
         {"preset": "grpo", "old_logprobs": "rollout", "importance_sampling": {"mode": "none"}}
     )
     own = {"preset": "grpo", "advantage": "trueline.algorithms.advantages:group_norm"}
-    for other in (in_reward, {"preset": "on_policy_distill"}, own):
+    for other in (in_reward, {"preset": "on_policy_distill"}, own, {"top_entropy_share": 0.5}):
         assert not fresh_logprobs(AlgorithmConfig.parse(other), 1, 0.0)
     assert not fresh_logprobs(engines, 1, 0.0)
 

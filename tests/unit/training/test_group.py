@@ -31,11 +31,11 @@ class Echo:
 class Reader:
     """A rank that reads all its passes, and keeps what it was sent."""
 
-    def score_kept(self, packed: RankSamples, passes: list[list[int]], field: str, *_: Any) -> Any:
+    def score_kept(self, packed: RankSamples, passes: list[list[int]], names: tuple[str, ...], *_: Any) -> Any:
         self.sent = packed
         batches = [(some, collate(packed, some, torch.device("cpu"))) for some in passes]
         read = [batch.tokens for some, batch in batches if FILLER not in some]
-        return None, {field: torch.cat([torch.zeros(0), *read]).numpy()}
+        return None, {names[0]: torch.cat([torch.zeros(0), *read]).numpy()}
 
 
 FIELD: dict[str, Callable[[Sample], Any]] = {

@@ -546,6 +546,20 @@ def test_gradients_pass_through_four_bit_weights(tmp_path: Path) -> None:
         assert distance < 1e-3, f"{name}: {distance:.2e}"
 
 
+def test_scoring_tells_log_probs_and_entropies_as_the_update_after_it_does(model_folder: Path) -> None:
+    samples, settings = make_samples(7, seed=31), replace(SETTINGS, entropies=True, logprobs_from_update=True)
+    group = make_group(make_worker(model_folder), rows=2)
+    scored, updated = store_samples(samples), store_samples(samples)
+    for block in group.score_stored(scored, "old_logprobs", "entropy", temperature=SETTINGS.temperature):
+        scored.add(block)
+    group.update(updated, "policy", settings)
+    for one, other in zip(open_samples(scored), open_samples(updated), strict=True):
+        for name in ("old_logprobs", "entropy"):
+            found, expected = (getattr(sample, name)[one.mask] for sample in (one, other))
+            torch.testing.assert_close(found, expected)
+        assert (one.entropy[one.mask] > 1).all() and (one.old_logprobs[one.mask] < -1).all()
+
+
 def test_an_update_tells_the_entropy_of_each_token(model_folder: Path) -> None:
     """In the samples' own order, whatever the passes: that of the distribution at the run's temperature."""
     samples = make_samples(7, seed=31)
