@@ -74,6 +74,7 @@ RL_MEANINGS = {
     "rloo": "REINFORCE with the mean of the group's other rewards as the baseline",
     "remax": "REINFORCE with the greedy completion's reward as the baseline",
     "dapo": "GRPO with dynamic sampling and a higher upper clip",
+    "gdpo": "GRPO for several rewards: each is normalised on its own",
     "gspo": "GRPO with one clipped ratio per completion",
     "cispo": "GRPO with capped importance weights instead of clipping",
     "dppo": "GRPO that drops tokens by how far their probability has moved, not by its ratio",

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer
 
-from tests.support.letters import rows_of, run_letters
+from tests.support.letters import letters_command, rows_of, run_letters
 from tests.support.tiny import make_tiny_model
 from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
 from trueline.cli import main
@@ -112,6 +112,27 @@ def test_a_resumed_run_equals_an_uninterrupted_one(preset: str, tmp_path: Path) 
 def test_other_losses_learn(loss: str, tmp_path: Path) -> None:
     rows = train(tmp_path, "grpo", f"algorithm.loss={loss}")
     assert fmean(row["reward/mean"] for row in rows[-3:]) > rows[0]["reward/mean"] + MARGIN
+
+
+EARLY = """
+
+def early(reply: str) -> float:
+    return sum("a" <= character <= "m" for character in reply) / 800
+"""
+
+
+def test_gdpo_learns_a_reward_that_hardly_varies(tmp_path: Path) -> None:
+    """Letters are worth up to 1, those of the first half of the alphabet 0.01 more."""
+    command = letters_command(tmp_path, "gdpo", "steps=24", "--config", f"{tmp_path}/rewards.yaml")
+    with (tmp_path / "reward.py").open("a") as file:
+        file.write(EARLY)
+    parts = {name: {"function": f"{tmp_path}/reward.py:{name}"} for name in ("letters", "early")}
+    (tmp_path / "rewards.yaml").write_text(yaml.safe_dump({"reward": {"parts": parts}}))
+    at = command.index("--reward")
+    assert main(command[:at] + command[at + 2 :]) == 0
+    rows = rows_of(tmp_path)[1:]
+    assert rows[0]["reward/part/early"] < 0.001
+    assert fmean(row["reward/part/early"] for row in rows[-3:]) > 0.007
 
 
 def test_a_fifth_of_the_tokens_teaches(tmp_path: Path) -> None:

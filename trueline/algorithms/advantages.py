@@ -65,7 +65,23 @@ def teacher(samples: list[Sample], config: AlgorithmConfig) -> None:
 @entry("group mean, divided by the group's deviation", needs=("groups",), reads=("credit",))
 def group_norm(samples: list[Sample], config: AlgorithmConfig) -> None:
     """Subtract the group's mean and divide by its sample standard deviation: GRPO (arXiv:2402.03300, eq. 3)."""
-    compare(groups_of(samples), config, lambda rewards: (rewards - rewards.mean()) / (rewards.std() + 1e-6))
+    compare(groups_of(samples), config, standard_scores)
+
+
+@entry("group mean of each reward, divided by its deviation in the group; these are added up", needs=("groups",))
+def gdpo(samples: list[Sample], config: AlgorithmConfig) -> None:
+    """Normalize each reward within the group, and add them up by weight: GDPO (arXiv:2601.05242, section 3).
+
+    What else a reward holds (of turns, shaping, KL) is one more part, of weight 1.
+    """
+    for episodes in groups_of(samples):
+        scores = torch.zeros(len(episodes), dtype=torch.float64)
+        for part in zip(*(weighted_parts(episode[0]) for episode in episodes), strict=True):
+            found = estimate_group([value for _, value in part], standard_scores)
+            scores += part[0][0] * torch.tensor(found, dtype=torch.float64)
+        for episode, score in zip(episodes, scores.tolist(), strict=True):
+            for sample in episode:
+                sample.advantages = score * sample.mask
 
 
 @entry("group mean", needs=("groups",), reads=("credit",))
@@ -103,7 +119,7 @@ def greedy_baseline(samples: list[Sample], config: AlgorithmConfig) -> None:
 
 
 ADVANTAGES: dict[str, Estimator] = table_of(
-    gae, reinforce, group_norm, group_mean, maxrl, leave_one_out, greedy_baseline, batch_mean, teacher
+    gae, reinforce, group_norm, gdpo, group_mean, maxrl, leave_one_out, greedy_baseline, batch_mean, teacher
 )
 
 
@@ -212,6 +228,15 @@ def estimate_group(rewards: list[float], estimate: GroupBaseline) -> list[float]
         return [0.0] * len(rewards)
     found: list[float] = estimate(torch.tensor(rewards, dtype=torch.float64)).tolist()
     return found
+
+
+def weighted_parts(sample: Sample) -> list[tuple[float, float]]:
+    """Return weight and value of each reward of a sample, and of the rest of its reward."""
+    return [*sample.parts, (1.0, sample.reward - sum((weight * value for weight, value in sample.parts), 0.0))]
+
+
+def standard_scores(rewards: Tensor) -> Tensor:
+    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
 
 
 def over_mean(rewards: Tensor) -> Tensor:

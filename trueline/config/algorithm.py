@@ -106,7 +106,7 @@ class AlgorithmConfig(Config):
     preset: str = "grpo"
     """Named algorithm; it fills every key of this section that you do not set."""
     advantage: OwnFunction = "group_norm"
-    """gae, reinforce, group_norm, group_mean, maxrl, leave_one_out, greedy_baseline, batch_mean, teacher, your own."""
+    """gae, reinforce, group_norm, gdpo, group_mean, maxrl, leave_one_out, greedy_baseline, batch_mean, teacher, own."""
     loss: OwnFunction = "ppo_clip"
     """Policy loss: ppo_clip, gspo, cispo, reinforce, sapo, gmpo, dppo, file.py:name or package.module:name."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant", "sequence_sum"] = "sequence_mean"
@@ -225,6 +225,7 @@ PRESETS: dict[str, Tree] = {
     "dapo": row(
         "group_norm", "ppo_clip", "token_mean", 16, clip_high=0.28, dynamic_sampling={"enabled": True}, shaping=OVERLONG
     ),
+    "gdpo": row("gdpo", "ppo_clip", "sequence_mean", 8, whiten=True),
     "gspo": row("group_norm", "gspo", "sequence_mean", 8, clip_low=3e-4, clip_high=4e-4),
     "cispo": row("group_norm", "cispo", "token_mean", 8, ratio_cap=5.0),
     "dppo": row("group_norm", "dppo", "token_mean", 8, **DPPO),

@@ -223,6 +223,7 @@ class Sample:
     version: int = 0  # of the oldest sampled token
     task_reward: float = 0.0  # before shaping
     reward: float = 0.0  # after shaping and KL, for estimators of whole completions
+    parts: list[tuple[float, float]] = field(default_factory=list)  # weight and value of each reward in `task_reward`
     baseline: float = 0.0  # task reward of the greedy completion of the same prompt
     truncated: bool = False
     filtered: bool = False  # counts in the group's baseline, but not in the loss

@@ -20,6 +20,7 @@ from trueline.data.pieces import Pieces
 from trueline.data.types import PICTURES, Sample, is_filled
 from trueline.rl.metrics import Metrics, describe_models, excerpt
 from trueline.rl.transcripts import name_pictures, token_rows
+from trueline.rollout.evaluation import PART
 from trueline.rollout.summary import RANKS, STEP, SampledGroup, Transcript
 from trueline.runtime.actors import Stored
 from trueline.training.samples import Arrays, Fields, SampleBlock, SampleNumbers, StoredSamples
@@ -41,8 +42,11 @@ def stored_samples(groups: Sequence[SampledGroup]) -> StoredSamples:
         for one in group:
             assert one.reward is not None, f"an episode with outcome {one.outcome} has no reward"
             known = (one.reward, one.baseline or 0.0, one.truncated)
+            parts = {name.removeprefix(PART): value for name, value in one.metrics.items() if name.startswith(PART)}
             rows += [
-                SampleNumbers(part.length, part.sampled, one.group, episode, part.version, *known, kin=part.kin)
+                SampleNumbers(
+                    part.length, part.sampled, one.group, episode, part.version, *known, kin=part.kin, parts=parts
+                )
                 for part in one.sequences
             ]
             episode += 1
@@ -90,14 +94,16 @@ def assess(
 ) -> tuple[Assessment, Arrays]:
     """Shape rewards and assign advantages; return numbers of the samples, and arrays."""
     algorithm = config.algorithm
-    samples = open_samples(stored, copy=is_own(algorithm.advantage))
+    samples, rewards = open_samples(stored, copy=is_own(algorithm.advantage)), config.reward.named_parts()
+    for sample, row in zip(samples, stored.rows, strict=True):
+        sample.parts = [(part.weight, row.parts.get(name, 0.0)) for name, part in rewards.items()]
     shape_rewards(samples, algorithm, rollout.max_new_tokens, kl_coefficient)
     assign_advantages(samples, algorithm)
     names = [name for name in FILLED if is_filled(samples[0], name)]
     arrays = {name: torch.cat([getattr(one, name) for one in samples]).float().numpy() for name in names}
     example = excerpt(samples[0], rollout.longest())
-    rewards, filtered = [one.reward for one in samples], [one.filtered for one in samples]
-    return Assessment(rewards, filtered, (example.tokens.tolist(), example.mask.tolist())), arrays
+    shaped, filtered = [one.reward for one in samples], [one.filtered for one in samples]
+    return Assessment(shaped, filtered, (example.tokens.tolist(), example.mask.tolist())), arrays
 
 
 def mismatch(chat: ChatFormat, stored: StoredSamples) -> Metrics:

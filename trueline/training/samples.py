@@ -38,6 +38,7 @@ class SampleNumbers:
     label: float = 0.0
     weight: float = 0.0
     kin: Kin = Kin()  # its family is a number within the group
+    parts: dict[str, float] = field(default_factory=dict)  # each reward, by name; without one that the policy made fail
 
     def sampled_tokens(self) -> int:
         return self.sampled

@@ -120,6 +120,86 @@ def test_two_answers_right_and_wrong() -> None:
     assert advantages("group_norm", {0: [1.0, 0.0]})[0] == pytest.approx([unit, -unit], rel=1e-6)
 
 
+PARTS = {  # by prompt: of each answer the values of two rewards, with weights 1 and -0.5, and what is added besides
+    7: [(1.0, 400.0, 0.0), (0.0, 100.0, 0.0), (1.0, 250.0, -0.25), (0.0, 50.0, 0.0)],
+    3: [(1.0, 3.0, 0.0), (1.0, 5.0, 0.0)],
+}
+PART_WEIGHTS = (1.0, -0.5, 1.0)
+
+
+def of_parts(groups: dict[int, list[tuple[float, ...]]], weights: tuple[float, ...] = PART_WEIGHTS) -> list[Sample]:
+    """The last part is in the reward alone."""
+    rewards = {
+        group: [sum(weight * value for weight, value in zip(weights, row, strict=True)) for row in rows]
+        for group, rows in groups.items()
+    }
+    samples = samples_of(rewards)
+    left = {group: iter(rows) for group, rows in groups.items()}
+    for sample in samples:
+        sample.parts = list(zip(weights[:-1], next(left[sample.group])[:-1], strict=True))
+    return samples
+
+
+def standard(values: tuple[float, ...]) -> list[float]:
+    same = len(set(values)) == 1
+    return [0.0 if same else (value - fmean(values)) / (stdev(values) + 1e-6) for value in values]
+
+
+def test_gdpo_normalises_each_reward_on_its_own() -> None:
+    found = assigned("gdpo", of_parts(PARTS))
+    for group, rows in PARTS.items():
+        columns = [standard(column) for column in zip(*rows, strict=True)]
+        expected = [
+            sum(weight * score for weight, score in zip(PART_WEIGHTS, scores, strict=True))
+            for scores in zip(*columns, strict=True)
+        ]
+        assert found[group] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_gdpo_by_hand() -> None:
+    """Two answers: 1 and 0 of the first reward, 30 and 10 of the second; each is worth 1/sqrt(2) a side."""
+    samples = of_parts({0: [(1.0, 30.0, 0.0), (0.0, 10.0, 0.0)]}, (1.0, -3.0, 1.0))
+    assert assigned("gdpo", samples)[0] == pytest.approx([-2 / math.sqrt(2), 2 / math.sqrt(2)], rel=1e-5)
+
+
+def test_gdpo_tells_apart_what_a_sum_does_not() -> None:
+    """Both rewards or one of them, against neither: sums of 2 and 1 look alike to group_norm, not to gdpo."""
+    both, one = ({0: [(0.0, 0.0, 0.0), (1.0, second, 0.0)]} for second in (1.0, 0.0))
+    weights = (1.0, 1.0, 1.0)
+    assert assigned("group_norm", of_parts(both, weights))[0] == pytest.approx(
+        assigned("group_norm", of_parts(one, weights))[0], rel=1e-5
+    )
+    found = assigned("gdpo", of_parts(both, weights))[0]
+    assert found == pytest.approx([2 * value for value in assigned("gdpo", of_parts(one, weights))[0]], rel=1e-5)
+
+
+def test_gdpo_does_not_see_the_scale_of_a_reward() -> None:
+    scaled = {group: [(row[0], row[1] * 1000, row[2]) for row in rows] for group, rows in PARTS.items()}
+    plain, other = (assigned("gdpo", of_parts(groups)) for groups in (PARTS, scaled))
+    for group in PARTS:
+        assert other[group] == pytest.approx(plain[group], rel=1e-4)
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_gdpo_of_a_single_reward_is_group_norm(parts: bool) -> None:
+    samples = samples_of(GROUPS)
+    for sample in samples:
+        sample.parts = [(1.0, sample.reward)] if parts else []
+    assert assigned("gdpo", samples) == advantages("group_norm", GROUPS)
+
+
+def test_gdpo_treats_the_sequences_of_an_episode_alike_and_counts_them_once() -> None:
+    samples = of_parts(PARTS)
+    alone = assigned("gdpo", of_parts(PARTS))
+    for number, sample in enumerate(samples):
+        sample.episode = number
+    second = Sample(torch.arange(3), torch.tensor([False, True, True]), group=7, episode=0, reward=samples[0].reward)
+    second.parts = samples[0].parts
+    assign_advantages([*samples, second], AlgorithmConfig(preset="dr_grpo", advantage="gdpo"))
+    assert second.advantages.tolist() == samples[0].advantages.tolist()
+    assert samples[0].advantages[1].item() == alone[7][0]
+
+
 def test_maxrl_divides_by_the_mean() -> None:
     """1 of 4 right: mean 1/4, so 3 and -1; 3 of 4: 1/3 and -1; rewards 1, 2 and 3: -1/2, 0 and 1/2."""
     found = advantages("maxrl", {0: [0.0, 1.0, 0.0, 0.0], 1: [1.0, 0.0, 1.0, 1.0], 2: [1.0, 2.0, 3.0]})

@@ -62,7 +62,9 @@ def test_the_policy_waits_for_the_critics_variance_within_its_bounds() -> None:
     assert policy_learns(AlgorithmConfig.parse({"preset": "grpo"} | keys), 0, critic_ready=False)
 
 
-@pytest.mark.parametrize("advantage", ["group_norm", "group_mean", "maxrl", "leave_one_out", "own_needs:asking"])
+@pytest.mark.parametrize(
+    "advantage", ["group_norm", "gdpo", "group_mean", "maxrl", "leave_one_out", "own_needs:asking"]
+)
 def test_a_group_estimator_needs_two_answers(advantage: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_needs(AlgorithmConfig.load([], [f"advantage={advantage}", "group_size=1"]))

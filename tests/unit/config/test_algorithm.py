@@ -26,6 +26,7 @@ PAPERS = {  # advantage, whitened, loss, weights, KL (place or estimator, coeffi
     "rloo": ("leave_one_out", False, "reinforce", "sequence_sum", IN_REWARD, None, 8),
     "remax": ("greedy_baseline", False, "reinforce", "sequence_sum", IN_REWARD, None, 1),
     "dapo": ("group_norm", False, "ppo_clip", "token_mean", None, (0.2, 0.28), 16),
+    "gdpo": ("gdpo", True, "ppo_clip", "sequence_mean", None, (0.2, 0.2), 8),
     "gspo": ("group_norm", False, "gspo", "sequence_mean", None, (3e-4, 4e-4), 8),
     "cispo": ("group_norm", False, "cispo", "token_mean", None, None, 8),
     "dppo": ("group_norm", False, "dppo", "token_mean", None, (0.15, 0.15), 8),
