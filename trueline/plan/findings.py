@@ -7,7 +7,6 @@ from typing import Any
 from trueline.algorithms.advantages import ADVANTAGES, needs
 from trueline.algorithms.entries import Entry
 from trueline.algorithms.policy_losses import POLICY_LOSSES
-from trueline.config.base import Key
 from trueline.config.rl import RLConfig, SamplingControls
 from trueline.config.run import MonitoringConfig, RunConfig
 from trueline.config.sampling import EvalConfig, SamplingConfig
@@ -37,14 +36,13 @@ def find(
 def idle_keys(config: RunConfig) -> list[Finding]:
     """Find keys with another value than their default that nothing will read."""
     usual = {key.path: key.default for key in type(config).parse(defaults(config)).leaves()}
-    changed = [key for key in config.leaves() if key.default != usual[key.path]]
-    reasons: dict[Key, str] = {}
+    changed = {key.path: key.default for key in config.leaves() if key.default != usual[key.path]}
+    reasons: dict[str, str] = {}
     for names, read, why in (rule for kind, rules in RULES.items() if isinstance(config, kind) for rule in rules):
-        idle = [key for key in changed if key.path.startswith(tuple(names.split())) and not read(config)]
+        idle = [key for key in changed if key.startswith(tuple(names.split())) and not read(config)]
         reasons |= dict.fromkeys(idle, why.format(run=config))
     return [
-        Finding("watch", "idle_key", f"{key.path}={key.default} has no effect", why, key.path)
-        for key, why in reasons.items()
+        Finding("watch", "idle_key", f"{key}={changed[key]} has no effect", why, key) for key, why in reasons.items()
     ]
 
 

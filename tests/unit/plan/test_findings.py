@@ -28,6 +28,7 @@ IDLE = [
     ("eval", "environment.processes=3", "episodes have one turn"),
     ("grpo", "critic.learning_rate=0.001", "has no critic"),
     ("grpo", "critic.path=somewhere", "has no critic"),
+    ("grpo", "critic.betas=[0.5, 0.9]", "has no critic"),
     ("grpo", "algorithm.gae_lambda=0.5", "algorithm.advantage=group_norm"),
     ("vapo", "algorithm.gae_lambda=0.5", "length_adaptive"),
     ("grpo", "algorithm.value_clip=0.1", "algorithm.advantage=group_norm has no critic"),
