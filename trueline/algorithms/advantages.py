@@ -368,7 +368,7 @@ def check_needs(config: AlgorithmConfig) -> None:
     """Refuse keys that the chosen functions cannot work with or do not read."""
     import_entry.cache_clear()  # a file may have changed since an earlier run of this process
     name, needed, shaping = config.advantage, needs(config), config.shaping
-    shaped = shaping.overlong_factor > 0 or shaping.truncated != "keep"
+    shaped = shaping.overlong_factor > 0 or shaping.truncated != "keep" or shaping.cosine_correct is not None
     if "groups" in needed and config.group_size < 2:
         raise ConfigError(
             f"algorithm.advantage={name} compares completions of one prompt: set algorithm.group_size to 2 or more "
@@ -377,8 +377,8 @@ def check_needs(config: AlgorithmConfig) -> None:
         )
     if "greedy" in needed and shaped:
         raise ConfigError(
-            "algorithm.shaping does not change the greedy completion's reward: set overlong_factor=0 and "
-            f"truncated=keep, or another advantage than {name}"
+            "algorithm.shaping does not change the greedy completion's reward: set overlong_factor=0, truncated=keep "
+            f"and cosine_correct=null, or another advantage than {name}"
         )
     if not reads_reward(config) and (config.kl.place == "reward" or config.dynamic_sampling.enabled or shaped):
         raise ConfigError(

@@ -1,5 +1,6 @@
 """Reward shaping: length, truncation and the KL to the reference."""
 
+import math
 from collections import Counter, defaultdict
 from statistics import fmean
 
@@ -19,7 +20,8 @@ def shape_rewards(samples: list[Sample], config: AlgorithmConfig, max_new_tokens
         lengths[sample.whose()] += sample.sampled_tokens()
     for sample in samples:
         sample.filtered = shaping.overlong_filter and sample.truncated
-        sample.reward = truncated_reward(sample.task_reward, shaping) if sample.truncated else sample.task_reward
+        sample.reward = cosine_reward(sample.task_reward, lengths[sample.whose()] / max_new_tokens, shaping)
+        sample.reward = truncated_reward(sample.reward, shaping) if sample.truncated else sample.reward
         if shaping.overlong_factor > 0:
             punishment = overlong_punishment(lengths[sample.whose()], max_new_tokens, shaping.overlong_share)
             sample.reward += shaping.overlong_factor * punishment
@@ -31,6 +33,14 @@ def shape_rewards(samples: list[Sample], config: AlgorithmConfig, max_new_tokens
             penalties[sample.whose()] += penalty.double().sum().item()
     for sample in samples:
         sample.reward -= penalties[sample.whose()]
+
+
+def cosine_reward(reward: float, share: float, config: ShapingConfig) -> float:
+    """Return the reward of a completion of this share of the longest (arXiv:2502.03373, section 4): half a cosine."""
+    if config.cosine_correct is None:
+        return reward
+    short, full = config.cosine_correct if reward > 0 else config.cosine_wrong
+    return full + (short - full) * (1 + math.cos(math.pi * min(share, 1.0))) / 2
 
 
 def truncated_reward(reward: float, config: ShapingConfig) -> float:

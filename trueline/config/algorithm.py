@@ -91,6 +91,10 @@ class ShapingConfig(Config):
     """Reward r of a truncated completion. keep: r. multiply: min(r, truncated_value * r). set: truncated_value."""
     truncated_value: float = 0.0
     """Factor or reward for `truncated`."""
+    cosine_correct: list[float] | None = Field(None, min_length=2, max_length=2)
+    """Replace task rewards above 0 by a cosine of the length, from its value at 0 to that at the limit. null: off."""
+    cosine_wrong: list[float] = Field([-10.0, 0.0], min_length=2, max_length=2)
+    """With cosine_correct, the same for all other task rewards."""
 
     def check_keys(self) -> None:
         if self.truncated == "multiply" and not 0 <= self.truncated_value <= 1:

@@ -304,6 +304,7 @@ def describe_terms(algorithm: AlgorithmConfig) -> str:
     words = [f"{name} {value:g}" for name, value in terms.items() if value]
     share = algorithm.top_entropy_share
     words += [f"only the {share:.0%} of tokens with the highest entropy"] * (share < 1)
+    words += ["rewards along a cosine of the length"] * (algorithm.shaping.cosine_correct is not None)
     words += ["truncated completions left out"] * algorithm.shaping.overlong_filter
     words += ["dynamic sampling"] * algorithm.dynamic_sampling.enabled
     return "".join(f"; {word}" for word in words)

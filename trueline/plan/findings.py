@@ -161,6 +161,7 @@ RULES: dict[type[RunConfig], list[Rule]] = {
         read_by(f"{IMPORTANT}sequence_", IMPORTANCE, "sequence_mask"),
         needs_key(DYNAMIC, f"{DYNAMIC}enabled", f"{DYNAMIC}enabled=false"),
         needs_key(f"{SHAPING}overlong_share", f"{SHAPING}overlong_factor", f"{SHAPING}overlong_factor=0"),
+        needs_key(f"{SHAPING}cosine_wrong", f"{SHAPING}cosine_correct", f"{SHAPING}cosine_correct=null"),
         (
             f"{SHAPING}truncated_value",
             lambda run: run.algorithm.shaping.truncated != "keep",

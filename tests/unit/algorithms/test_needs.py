@@ -79,6 +79,8 @@ def test_a_group_estimator_needs_two_answers(advantage: str) -> None:
         (["advantage=own_needs:asking", "shaping.truncated=set"], "another advantage than own_needs:asking"),
         (["preset=on_policy_distill", "group_size=2", "dynamic_sampling.enabled=true"], "advantage=teacher uses no"),
         (["preset=on_policy_distill", "shaping.overlong_factor=1"], "advantage=teacher uses no reward"),
+        (["preset=remax", "shaping.cosine_correct=[2,1]"], "cosine_correct=null, or another advantage than greedy"),
+        (["preset=on_policy_distill", "shaping.cosine_correct=[2,1]"], "advantage=teacher uses no reward"),
         (["preset=on_policy_distill", "kl.place=reward"], "set kl.place=loss"),
         (
             ["preset=gspo", "old_logprobs=rollout", "importance_sampling.mode=none"],

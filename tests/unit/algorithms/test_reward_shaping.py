@@ -3,6 +3,7 @@ import torch
 
 from trueline.algorithms.reward_shaping import (
     adapt_coefficient,
+    cosine_reward,
     overlong_punishment,
     sequence_kl,
     shape_rewards,
@@ -66,6 +67,44 @@ def test_the_overlong_punishment_stands_on_the_last_sampled_token() -> None:
     shape_rewards([sample], config, 5, 0.0)
     assert sample.reward == pytest.approx(0.5 - 1.5)
     assert sample.token_rewards.tolist() == pytest.approx([*TURNS[:LAST], TURNS[LAST] - 1.5])
+
+
+COSINE = {"cosine_correct": [2.0, 1.0], "cosine_wrong": [-10.0, -4.0]}
+
+
+@pytest.mark.parametrize(
+    ("share", "right", "wrong"),
+    [
+        (0.0, 2.0, -10.0),
+        (1 / 3, 1.75, -8.5),  # cos(60 degrees) = 1/2: three quarters of the way are left
+        (0.5, 1.5, -7.0),
+        (2 / 3, 1.25, -5.5),
+        (1.0, 1.0, -4.0),
+        (1.5, 1.0, -4.0),  # turns beyond the limit of one
+    ],
+)
+def test_a_reward_follows_half_a_cosine_of_the_length(share: float, right: float, wrong: float) -> None:
+    config = ShapingConfig.parse(COSINE)
+    for reward, expected in ((1.0, right), (0.01, right), (0.0, wrong), (-1.0, wrong)):
+        assert cosine_reward(reward, share, config) == pytest.approx(expected)
+    assert cosine_reward(0.3, share, ShapingConfig()) == 0.3
+
+
+def test_the_cosine_is_of_the_whole_episodes_length_and_comes_before_truncation() -> None:
+    """Task reward 0.5 and 4 sampled tokens of 10: 1.5 + cos(72 degrees) / 2; then halved."""
+    expected = 1.5 + 0.30901699 / 2
+    sample = shaped(make(), **COSINE)
+    assert sample.reward == pytest.approx(expected)
+    assert sample.token_rewards.tolist() == pytest.approx([*TURNS[:LAST], TURNS[LAST] + expected - 0.5])
+    cut = {"truncated": "multiply", "truncated_value": 0.5}
+    assert shaped(make(truncated=True), **COSINE, **cut).reward == pytest.approx(expected / 2)
+    set_to = {"truncated": "set", "truncated_value": -10.0}
+    assert shaped(make(truncated=True), **COSINE, **set_to).reward == -10.0
+    pair = [make(), make()]
+    for one in pair:
+        one.episode = 0
+    shape_rewards(pair, AlgorithmConfig.parse({"shaping": COSINE}), BUDGET, 0.0)
+    assert [one.reward for one in pair] == pytest.approx([1.5 - 0.80901699 / 2] * 2)  # 8 of 10: cos(144 degrees)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ IDLE = [
     ("grpo", "algorithm.dynamic_sampling.max_batches=3", "enabled=false"),
     ("grpo", "algorithm.shaping.overlong_share=0.5", "overlong_factor=0"),
     ("grpo", "algorithm.shaping.truncated_value=0.5", "truncated=keep"),
+    ("grpo", "algorithm.shaping.cosine_wrong=[-1.0, 0.0]", "cosine_correct=null"),
     ("grpo", "evaluation.every=5", "evaluation.data"),
     ("grpo", "model.lora.alpha=5.0", "model.lora.rank=0"),
     ("grpo", "model.attention=eager", "training.packing=true"),
