@@ -114,6 +114,15 @@ def test_other_losses_learn(loss: str, tmp_path: Path) -> None:
     assert fmean(row["reward/mean"] for row in rows[-3:]) > rows[0]["reward/mean"] + MARGIN
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_drops_tokens_of_later_minibatches_and_learns(divergence: str, tmp_path: Path) -> None:
+    words = [f"algorithm.divergence={divergence}", "algorithm.clip_low=0.02", "algorithm.clip_high=0.02"]
+    rows = train(tmp_path, "dppo", "minibatches=4", *words)
+    assert fmean(row["reward/mean"] for row in rows[-3:]) > rows[0]["reward/mean"] + MARGIN
+    assert max(row["policy/clip_fraction"] for row in rows) > 0.01
+
+
 EARLY = """
 
 def early(reply: str) -> float:

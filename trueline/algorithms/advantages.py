@@ -70,7 +70,7 @@ def group_norm(samples: list[Sample], config: AlgorithmConfig) -> None:
 
 @entry("group mean of each reward, divided by its deviation in the group; these are added up", needs=("groups",))
 def gdpo(samples: list[Sample], config: AlgorithmConfig) -> None:
-    """Normalize each reward within the group, and add them up by weight: GDPO (arXiv:2601.05242, section 3).
+    """Normalize each reward within the group, and add them up by weight: GDPO (arXiv:2601.05242).
 
     What else a reward holds (of turns, shaping, KL) is one more part, of weight 1.
     """
@@ -90,7 +90,7 @@ def group_mean(samples: list[Sample], config: AlgorithmConfig) -> None:
     compare(groups_of(samples), config, lambda rewards: rewards - rewards.mean())
 
 
-@entry("group mean, divided by that mean", needs=("groups",), reads=("credit",))
+@entry("group mean, divided by that mean", needs=("groups", "nonnegative"), reads=("credit",))
 def maxrl(samples: list[Sample], config: AlgorithmConfig) -> None:
     """Subtract the group's mean and divide by it: MaxRL (arXiv:2602.02710), which follows the log of the success rate.
 
@@ -242,8 +242,8 @@ def standard_scores(rewards: Tensor) -> Tensor:
 def over_mean(rewards: Tensor) -> Tensor:
     if (least := rewards.min().item()) < 0:
         raise ConfigError(
-            f"algorithm.advantage=maxrl divides by mean rewards, and a completion has {least:g}: use rewards from 0 on "
-            "(no KL in the reward, no punishment of length), or another advantage"
+            f"algorithm.advantage=maxrl divides by mean rewards, and a completion has {least:g}: use rewards from 0 "
+            "on, or another advantage"
         )
     return rewards / rewards.mean() - 1
 
@@ -384,6 +384,11 @@ def check_needs(config: AlgorithmConfig) -> None:
         raise ConfigError(
             f"algorithm.advantage={name} uses no reward: set kl.place=loss and dynamic_sampling.enabled=false, and "
             "remove shaping"
+        )
+    in_reward = config.kl.place == "reward" and config.kl.coefficient > 0
+    if "nonnegative" in needed and (in_reward or shaping.overlong_factor > 0):
+        raise ConfigError(
+            f"algorithm.advantage={name} needs rewards from 0 on: set kl.place=loss and shaping.overlong_factor=0"
         )
     loss = lookup(POLICY_LOSSES, config.loss, "algorithm.loss")
     if is_own(name):

@@ -20,7 +20,16 @@ from trueline.usercode.loading import load_function
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
-NEEDS = ("critic", "teacher", "reward", "groups", "greedy", "recompute", "batch")  # what an entry can need
+NEEDS = (
+    "critic",
+    "teacher",
+    "reward",
+    "groups",
+    "greedy",
+    "recompute",
+    "batch",
+    "nonnegative",
+)  # what an entry can need
 
 
 class AlgorithmFailure(RuntimeError):

@@ -63,7 +63,7 @@ def reinforce(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOu
     reads=("clip_low", "clip_high", "ratio_cap", "divergence"),
 )
 def dppo(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
-    """Compute DPPO (arXiv:2602.04879, eq. 11-12): tokens outside the trust region may only move back."""
+    """Compute DPPO (arXiv:2602.04879, eq. 11): tokens outside the trust region may only move back."""
     change = TOKEN_DIVERGENCES[config.divergence](logprobs.detach(), batch.old_logprobs)
     up = batch.advantages > 0
     onward = torch.where(up, logprobs > batch.old_logprobs, logprobs < batch.old_logprobs)

@@ -36,7 +36,7 @@ def shape_rewards(samples: list[Sample], config: AlgorithmConfig, max_new_tokens
 
 
 def cosine_reward(reward: float, share: float, config: ShapingConfig) -> float:
-    """Return the reward of a completion of this share of the longest (arXiv:2502.03373, section 4): half a cosine."""
+    """Return the reward of a completion of this share of the longest (arXiv:2502.03373): half a cosine."""
     if config.cosine_correct is None:
         return reward
     short, full = config.cosine_correct if reward > 0 else config.cosine_wrong

@@ -81,6 +81,8 @@ def test_a_group_estimator_needs_two_answers(advantage: str) -> None:
         (["preset=on_policy_distill", "shaping.overlong_factor=1"], "advantage=teacher uses no reward"),
         (["preset=remax", "shaping.cosine_correct=[2,1]"], "cosine_correct=null, or another advantage than greedy"),
         (["preset=on_policy_distill", "shaping.cosine_correct=[2,1]"], "advantage=teacher uses no reward"),
+        (["preset=maxrl", "shaping.overlong_factor=1"], "advantage=maxrl needs rewards from 0 on: set kl.place=loss"),
+        (["preset=maxrl", "kl.place=reward", "kl.coefficient=0.1"], "loss and shaping.overlong_factor=0"),
         (["preset=on_policy_distill", "kl.place=reward"], "set kl.place=loss"),
         (
             ["preset=gspo", "old_logprobs=rollout", "importance_sampling.mode=none"],
@@ -106,6 +108,8 @@ def test_what_a_function_would_not_read_as_it_sounds_is_refused(words: list[str]
         ["advantage=own_needs:plain", "group_size=1", "kl.place=reward"],
         ["advantage=own_needs:both", "kl.place=reward", "shaping.overlong_factor=1"],
         ["advantage=own_needs:asking"],
+        ["preset=maxrl", "kl.coefficient=0.1"],
+        ["preset=maxrl", "kl.place=reward", "shaping.truncated=multiply"],
         ["loss=own_needs:exact"],
     ],
 )
