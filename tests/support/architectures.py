@@ -112,13 +112,13 @@ ARCHITECTURES = {
 }
 
 
-def make_model(folder: Path, kind: str) -> Path:
+def make_model(folder: Path, kind: str, **changed: Any) -> Path:
     """A random model with the demo's byte tokenizer; biases too, also those of routers, which stay as they are."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     special = {"eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
-    sizes = SIZES | ARCHITECTURES[kind].settings | special | {"pad_token_id": tokenizer.pad_token_id}
+    sizes = SIZES | ARCHITECTURES[kind].settings | special | {"pad_token_id": tokenizer.pad_token_id} | changed
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, vocab_size=len(tokenizer), **sizes))
     with torch.no_grad():
         for name, buffer in model.named_buffers():
