@@ -76,7 +76,7 @@ class ModelConfig(Config):
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
     tensor_parallel: int = Field(1, ge=1)
-    """Ranks that share each layer's matrices (DeepSpeed AutoTP)."""
+    """Ranks that share each layer's matrices."""
     context_parallel: int = Field(1, ge=1)
     """Ranks that share each sequence (ring attention), for contexts too long for one device."""
     train_vision: Vision = "none"
@@ -206,7 +206,7 @@ def check_training(training: TrainingConfig, model: ModelConfig, section: str = 
     if model.lora.rank and model.tensor_parallel > 1:
         raise ConfigError(
             f"model.lora.rank={model.lora.rank} does not work with tensor parallelism: set model.tensor_parallel=1 "
-            f"(got {model.tensor_parallel}); ZeRO saves memory too"
+            f"(got {model.tensor_parallel}); sharding saves memory too"
         )
 
 

@@ -115,7 +115,7 @@ def model_line(path: str, facts: ModelFacts, dtype: str, adapters: int = 0) -> s
 
 
 def ranks_line(name: str, world: int, ranks: RanksConfig, model: ModelConfig) -> str:
-    """Describe how a model is spread over processes; ZeRO and checkpointing concern trained models only."""
+    """Describe how a model is spread over processes; sharding and checkpointing concern trained models only."""
     trained, limit = isinstance(ranks, TrainingConfig), ranks.micro_batch_tokens
     parts = {
         f"{name:<10} {world} x {ranks.engine} rank": True,

@@ -47,8 +47,10 @@ def idle_keys(config: RunConfig) -> list[Finding]:
 
 
 def defaults(config: RunConfig) -> dict[str, Any]:
-    """Return the choices that set other keys' defaults by themselves: the runtime and the preset."""
+    """Return the choices that set other keys' defaults by themselves: runtime, training engine and preset."""
     tree: dict[str, Any] = {"runtime": config.runtime}
+    if engine := config.engines().get("training"):
+        tree["training"] = {"engine": engine}
     return tree | ({"algorithm": {"preset": config.algorithm.preset}} if isinstance(config, RLConfig) else {})
 
 

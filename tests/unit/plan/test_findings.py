@@ -112,6 +112,10 @@ def test_a_run_that_goes_on_names_the_same(verb: str, override: str, tmp_path: P
         ("grpo", ["model.attention=eager", "training.packing=false"]),
         ("grpo", ["model.attention=eager", "reference.packing=false"]),
         ("sft", ["evaluation.share=0.5", "evaluation.every=5", "training.deepspeed.zero_stage=3"]),
+        (
+            "grpo",
+            ["training.engine=fsdp2", "training.replicas=2", "reference.replicas=1", "reference.fsdp2.reshard=false"],
+        ),
     ],
 )
 def test_a_key_with_an_effect_is_not_named(verb: str, overrides: list[str]) -> None:
@@ -123,6 +127,15 @@ def test_adapters_need_no_reference_and_plain_torch_shards_nothing() -> None:
     assert "its own reference" in found.why
     (found,) = idle_keys(load("ppo", "runtime=local", "critic.deepspeed.zero_stage=3"))
     assert "critic.engine=torch" in found.why
+
+
+def test_keys_of_another_engine_are_idle_and_the_engine_of_other_models_is_none() -> None:
+    """The critic of a run without one follows the policy's engine, which is no mistake of the user's."""
+    (found,) = idle_keys(load("grpo", "training.engine=fsdp2", "training.deepspeed.zero_stage=3"))
+    assert found.text() == "training.deepspeed.zero_stage=3 has no effect; training.engine=fsdp2 does not read it"
+    found, other = idle_keys(load("sft", "training.replicas=2", "training.fsdp2.reshard=false"))
+    assert found.key == "training.fsdp2.reshard" and other.key == "training.replicas"
+    assert found.why == other.why == "training.engine=deepspeed does not read it"
 
 
 def test_a_run_that_saves_nothing_reads_no_key_of_checkpoints() -> None:

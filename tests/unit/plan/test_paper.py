@@ -203,3 +203,13 @@ def test_a_refusal_proposes_only_keys_that_are_needed() -> None:
         plan_on_paper(sft, read_devices("1xRTX4090"))
     with pytest.raises(ConfigError, match="no keys make it fit: use more or larger GPUs, or a smaller model"):
         planned("qwen2.5-7b", "1xRTX4090", "algorithm.preset=ppo")
+
+
+def test_models_that_only_score_are_whole_with_fsdp2_until_a_key_divides_them() -> None:
+    words = ["model.path=llama-70b", "training.engine=fsdp2", "rollout.tensor_parallel=4"]
+    with pytest.raises(
+        ConfigError, match=r"1 x reference 132\.7.*: set training\.replicas=1 and reference\.replicas=1$"
+    ):
+        plan_on_paper(RLConfig.load([], words), read_devices("8x8xH100"))
+    said = plan_on_paper(RLConfig.load([], [*words, "reference.replicas=1"]), read_devices("8x8xH100"))
+    assert "policy     64 x fsdp2 rank, fully sharded" in said

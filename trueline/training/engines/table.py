@@ -78,6 +78,7 @@ TRAIN_ENGINES = {
         working=fsdp2_config.working,
         check=fsdp2_config.check,
         words=fsdp2_config.words,
+        sharded={"replicas": 1},
         on_host={"offload": "all"},
         keys=("fsdp2.", "replicas"),
         share_out="trueline.training.engines.fsdp2_engine:share_out",
