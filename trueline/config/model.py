@@ -163,7 +163,7 @@ class TrainingConfig(RanksConfig):
     router_aux_loss_coef: float = Field(0.0, ge=0)
     """Weight of the loss that balances experts, e.g. 0.001; it costs an extra forward pass. 0: off."""
     compile: bool | None = None
-    """Compile layers and head (torch.compile); not with ZeRO 3. null: in long runs on GPUs, if dense."""
+    """Compile layers and head (torch.compile); not with ZeRO 3. null: in long runs on GPUs, if dense, with ZeRO 0-2."""
     ema_decay: float = Field(0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights, e.g. 0.999. 0: none is kept."""
     max_bad_steps: int = Field(3, ge=0)

@@ -623,6 +623,8 @@ def test_log_probs_stay_on_the_device_on_request(elsewhere: Any, gpus: int, word
         (1, [], True),
         (0, [], False),
         (0, ["training.compile=true"], True),
+        (1, ["training.engine=fsdp2"], False),
+        (1, ["training.engine=fsdp2", "training.compile=true"], True),
         (1, ["training.compile=false"], False),
         (1, ["steps=99"], False),
         (1, ["training.deepspeed.zero_stage=3"], False),

@@ -47,7 +47,7 @@ class Ranks:
         replicas = copies(spec.ranks, spec.world // tensors)
         shards = spec.world // tensors // replicas
         data, tensor = divmod(spec.rank, tensors)
-        return cls(*divmod(data, shards)[:1], replicas, data % shards, shards, tensor, tensors)
+        return cls(data // shards, replicas, data % shards, shards, tensor, tensors)
 
     def rows(self, count: int) -> tuple[int, int]:
         """Return which rows of a tensor this rank holds; FSDP2 divides them as `torch.chunk` does."""

@@ -41,7 +41,7 @@ class TrainRow:
     check: Callable[[TrainingConfig, ModelConfig, str], None] = nothing  # refuses keys of a section that cannot work
     # Refuses keys of a section that cannot work with a model.
     suits: Callable[[RanksConfig, ModelConfig, ModelFacts, str], None] = no_experts
-    compiles: Callable[[RanksConfig], bool] = lambda ranks: True  # layers are whole while they compute
+    compiles: Callable[[RanksConfig], bool] = lambda ranks: True  # layers, where no key says so and it pays
     # Why gradients cannot be discarded, or nothing.
     keeps_gradients: Callable[[RanksConfig], str] = lambda ranks: ""
     words: Callable[[RanksConfig], str] = lambda ranks: ""  # how it shards a trained model
@@ -78,6 +78,7 @@ TRAIN_ENGINES = {
         working=fsdp2_config.working,
         check=fsdp2_config.check,
         words=fsdp2_config.words,
+        compiles=lambda ranks: False,  # tried on CPUs alone
         sharded={"replicas": 1},
         on_host={"offload": "all"},
         keys=("fsdp2.", "replicas"),
