@@ -1,0 +1,79 @@
+"""What the keys of FSDP2 change: when weights are gathered and gradients reduced, and never what is computed.
+
+Covers `trueline.training.engines.fsdp2_engine`.
+"""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.engines import ENGINES, FSDP2
+from tests.support.ranks import run_ranks, started
+from tests.support.tiny import make_samples, make_tiny_model
+from trueline.algorithms.loss_aggregation import set_weights
+from trueline.config.model import ModelConfig, TrainingConfig
+from trueline.data.types import pack_samples
+from trueline.training.report import LossSettings
+from trueline.training.worker import Worker, WorkerSpec
+
+PASSES = 3  # of each rank
+NAMES = ("zero2", *FSDP2)
+
+
+def watch(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count how often FSDP2 gathers a group of weights and reduces one of gradients."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    calls: Counter[str] = Counter()
+    for name in ("foreach_all_gather", "foreach_reduce"):
+        plain = getattr(groups, name)
+
+        def counted(*given: Any, name: str = name, plain: Any = plain, **named: Any) -> Any:
+            calls[name] += 1
+            return plain(*given, **named)
+
+        patch.setattr(groups, name, counted)
+    return calls
+
+
+def train(rank: int, world: int, model: str) -> dict[str, tuple[Counter[str], list[np.ndarray], int]]:
+    """Score, update and score again; count what happens in the update."""
+    found = {}
+    samples = make_samples(world * PASSES, seed=5)
+    set_weights(samples, "token_mean", 0)
+    mine = [[number] for number in range(rank, len(samples), world)]
+    for name in NAMES:
+        training = TrainingConfig.parse(ENGINES[name] | {"learning_rate": 1e-2})
+        worker = started(Worker(WorkerSpec(ModelConfig(path=model, dtype="float32"), training, rank, world, 9, 0)))
+        packed = pack_samples(samples)
+        scores = [worker.score(packed, mine, 1.0)]
+        with pytest.MonkeyPatch.context() as patch:
+            calls = watch(patch)
+            worker.update(packed, mine, "sft", LossSettings())
+        scores.append(worker.score(packed, mine, 1.0))
+        found[name] = calls, scores, len(worker.model.get_decoder().layers)
+    return found
+
+
+def test_keys_move_exchanges_and_change_no_number(tmp_path: Path) -> None:
+    """Weights in use are those of the last step, though a model that is kept whole is not gathered again to score."""
+    model = str(make_tiny_model(tmp_path / "model", tied=False))
+    for found in run_ranks(train, 2, tmp_path / "ranks", model):
+        _, (first, last), layers = found["zero2"]
+        assert np.abs(last - first).max() > 1e-2
+        for name in FSDP2:
+            for one, other in zip(found[name][1], (first, last), strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-5, err_msg=name)
+        groups = layers + 1  # and what no layer has
+        exchanges = {
+            name: tuple(found[name][0][key] for key in ("foreach_all_gather", "foreach_reduce")) for name in FSDP2
+        }
+        assert exchanges == {
+            "fsdp2": (PASSES * (groups + layers), PASSES * groups),
+            "fsdp2-kept": (PASSES * groups, PASSES * groups),
+            "fsdp2-late": (PASSES * (groups + layers), groups),
+            "fsdp2-copies": (0, PASSES * groups),
+        }
