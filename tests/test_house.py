@@ -28,7 +28,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 
 # Top first. A part imports itself and the parts of lower layers; the pairs below are the only neighbours that meet.
 LAYERS = (
-    {"__init__", "api", "cli", "demo"},
+    {"__init__", "api", "cli", "completion", "demo"},
     {"verbs", "objects", "options", "cluster_address"},
     {"doctor", "report"},
     {"rl", "offline", "jobs"},
@@ -49,6 +49,7 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 NEIGHBOURS = {
     ("__init__", "api"),
     ("cli", "api"),
+    ("cli", "completion"),
     ("cli", "demo"),
     ("demo", "api"),
     ("monitoring", "config"),

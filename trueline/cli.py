@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trueline.api import examine, load, quiet_libraries, say, start, suggest_verbs, unknown_verb
+from trueline.completion import PrintCompletion
 from trueline.config.base import NEAR, Config, ConfigError, keys_of, likeness, suggestion
 from trueline.config.run import RunConfig
 from trueline.config.sampling import GenerateConfig, ServingConfig
@@ -23,6 +24,7 @@ from trueline.verbs import DATA, GROUPS, REWARD, TOOLS, VERBS, Verb
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 SERVE_FLAGS = {"--model": "model.path", "--host": "host", "--port": "port"}
 TRIAL_FLAGS = REWARD | DATA
+WITHOUT_VERB = ("-h", "--help", "--version", "--print-completion")
 LATEST = "default: the latest run in runs/"
 LISTED_KEYS = 5  # most keys that are listed as similar to a word
 CLOSED_PIPE = 141  # as a shell reports a program that SIGPIPE has ended
@@ -75,6 +77,8 @@ def make_parser() -> CommandParser:
     parser.description = "Train language models from feedback."
     parser.set_defaults(takes_overrides=False)
     parser.add_argument("--version", action="version", version=f"trueline {installed_version()}")
+    about = "print a script that completes verbs, flags and keys: source <(trueline --print-completion bash)"
+    parser.add_argument("--print-completion", action=PrintCompletion, choices=["bash"], help=about)
     verbs = parser.add_subparsers(required=True, metavar="VERB", prog="trueline", help=argparse.SUPPRESS)
     for name, command in VERBS.items():
         add_run(verbs, name, command, run_command)
@@ -109,7 +113,7 @@ def require_verb(parser: CommandParser, verbs: Collection[str], respell: Respell
 
     def check(words: Words) -> Words:
         words = respell(words)
-        if words and words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
+        if words and words[0].startswith("-") and words[0].partition("=")[0] not in WITHOUT_VERB:
             parser.error(f"{words[0]} needs a verb before it: write `{parser.prog} VERB ...`")
         if words and not words[0].startswith("-") and words[0] not in verbs:
             no_run = f"{words[0]!r} starts no run: `{parser.prog} -h` lists the verbs that do"

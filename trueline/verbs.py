@@ -70,7 +70,7 @@ RL_MEANINGS = {
     "reinforce++_baseline": "REINFORCE++ with the group's mean reward as the baseline",
     "grpo": "No critic; rewards are normalised within each prompt's group",
     "dr_grpo": "GRPO without dividing by length or by the group's deviation",
-    "maxrl": "Climb the log of the success rate: advantages are divided by the group's mean reward",
+    "maxrl": "Climb the log of the success rate: advantages over the group's mean reward",
     "rloo": "REINFORCE with the mean of the group's other rewards as the baseline",
     "remax": "REINFORCE with the greedy completion's reward as the baseline",
     "dapo": "GRPO with dynamic sampling and a higher upper clip",
