@@ -1,7 +1,7 @@
 # vLLM for NVIDIA GPUs. From the root of a checkout: docker build -f containers/gpu.Dockerfile -t trueline:gpu .
 # PyTorch's wheels hold CUDA's libraries; the machine brings the driver: docker run --gpus all --shm-size 16g ...
 FROM python:3.11-slim
-# Triton compiles launchers of its kernels with gcc when a run starts. Debian keeps only the newest version, so none is pinned.
+# Triton compiles launchers of its kernels when a run starts. Debian keeps only the newest version, so none is pinned.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ libnuma1 \
