@@ -22,6 +22,7 @@ SCRIPTS = ROOT / "benchmarks"
 HELP = "--help"
 DAY_AND_COMMIT = re.compile(r"\b20\d\d-\d\d-\d\d, [0-9a-f]{7}\b")
 SMALL = "--engines 3 --episodes 400 --prompts 4 --group-size 2 --tokens 64 --mean-tokens 32"
+LEAST = "--shape tiny --samples 4 --longest 96 --tokens 256 --steps 1 --rounds 1"
 LOCAL = "runtime=local rollout.engine=hf"
 RUN = "runtime=local rollout.max_new_tokens=4 rollout.max_prompt_tokens=128"
 
@@ -62,6 +63,7 @@ TABLE: dict[str, list[Try]] = {
     "tables.py": [Try("--check")],
     "tool_turns.py": [Try("--episodes 4 --turns 3 --seconds 0 --processes 2", apart=True)],
     "train_throughput.py": [Try("--shape tiny --samples 4 --longest 96 --tokens 256 --steps 3", apart=True)],
+    "training_engines.py": [Try(f"{LEAST} --modes compiled plain checkpointed --offload moments", apart=True)],
     "trl_grpo.py": [Try(HELP)],
     "trl_side.py": [Try(HELP)],
     "weight_sync.py": [Try("FOLDER --shape tiny --steps 3 runtime=local")],
