@@ -67,6 +67,17 @@ def training(found: Found) -> str:
     return table(*rows)
 
 
+def engines(found: Found) -> str:
+    clock = "processor" if "CPU" in found["machine"] else "ratio"  # other programs slow a side on a CPU
+    speed = "tokens_per_processor_second" if clock == "processor" else "tokens_per_second"
+    rows = [("layers", "side", speed.replace("_", " "), "of the bare loop: median, range", "peak memory")]
+    for mode, sides in found["modes"].items():
+        for side, of in sides.items():
+            ratio = "{:.2f}, {:.2f} to {:.2f}".format(of[clock], *of[f"{clock}_range"])
+            rows.append((mode, f"`{side}`", f"{of[speed]:.0f}", ratio, f"{of['gib']:.2f} GiB"))
+    return table(*rows)
+
+
 def prefixes(found: Found) -> str:
     speeds = (f"{found['tokens_per_second'][side]:.0f}" for side in ("whole", "shared"))
     gap, rounding = (f"{found['gaps'][side]['gradient']:.4f}" for side in ("shared", "halves"))
@@ -121,6 +132,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "rl_step_random_h200": steps,
     "sampling_h200": sampling,
     "train_throughput_h200": training,
+    "training_engines_cpu": engines,
     "shared_prefix_h200": prefixes,
     "asynchrony_cpu": modes,
     "agents_cpu": episodes,

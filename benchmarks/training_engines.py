@@ -208,9 +208,12 @@ def summarize(mode: str, rounds: list[dict[str, Any]], tokens: int) -> dict[str,
     for side in rounds[0]:
         turns = [one[side][mode] for one in rounds if mode in one[side]]
         if turns:
-            speed = tokens / median(seconds for turn in turns for seconds in turn["seconds"])
+            speeds = {
+                name: tokens / median(seconds for turn in turns for seconds in turn[times])
+                for name, times in {"tokens_per_second": "seconds", "tokens_per_processor_second": "processor"}.items()
+            }
             most = {key: max(turn[key] for turn in turns) for key in ("gib", "reserved_gib") if key in turns[0]}
-            found[side] = {"tokens_per_second": speed, **most, "loss": turns[-1]["loss"], **ratios(mode, side, rounds)}
+            found[side] = {**speeds, **most, "loss": turns[-1]["loss"], **ratios(mode, side, rounds)}
     return found
 
 
@@ -259,7 +262,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     modes, rounds = tuple(mode for mode in MODES if mode in given.modes), []
-    failed: dict[str, str] = {}
+    facts, failed = {"commit": commit(), "machine": machine(), "shape": given.shape}, dict[str, str]()
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), given.shape)
         sizes = (modes, given.offload, (given.samples, given.longest), given.tokens, given.steps)
@@ -275,8 +278,7 @@ def main() -> int:
     found = {mode: summarize(mode, rounds, tokens) for mode in modes}
     for mode, sides in found.items():
         show(mode, sides)
-    facts = {"commit": commit(), "machine": machine(), "shape": given.shape, "tokens": tokens, "failed": failed}
-    write_result(given.out, {**facts, "modes": found})
+    write_result(given.out, {**facts, "tokens": tokens, "failed": failed, "modes": found})
     return int(bool(failed) or not all(map(agree, found.values())))
 
 

@@ -1,6 +1,8 @@
 """Six steps are three steps, a checkpoint and three more: on the same ranks bit for bit, on others within rounding."""
 
 import math
+import re
+import runpy
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -9,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
 
 from tests.support.engines import ENGINES, FSDP2, ZERO
 from tests.support.ranks import run_ranks, started
@@ -25,6 +26,7 @@ from trueline.training.saving import SavedState
 from trueline.training.worker import Worker, WorkerSpec
 
 pytestmark = pytest.mark.slow
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "run_folder.md"
 FIRST, REST = range(3), range(3, 6)
 # Relative L2 distance of each weight after a change of ranks or engine; Muon's iterations are in bfloat16, and without
 # its moments weights would be 1e-3 and more apart.
@@ -324,12 +326,14 @@ def take_up(rank: int, world: int, model: str, folder: Path, cases: list[Case]) 
 
 @pytest.mark.parametrize("case", [Case("zero3"), TWO, replace(TORCH, ema=0.5)], ids=Case.name)
 def test_torch_distributed_checkpoint_reads_the_training_state(case: Case, model: str, tmp_path: Path) -> None:
-    """Flat, from any number of ranks, and without unpickling anything."""
+    """Flat, from any number of ranks, by the lines of the page about checkpoints."""
     count, saved = case.launch()[0] if case.engine != "torch" else 1, tmp_path / "saved"
     run_ranks(save_and_go_on, count, tmp_path / "ranks", model, saved, case)
     ours = SavedState(saved)
-    flat = {key: torch.full((shape.numel(),), torch.nan) for key, shape in ours.shapes.items()}
-    dcp.load(flat, storage_reader=dcp.HuggingFaceStorageReader(str(saved)), no_dist=True)
+    (lines,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+    (tmp_path / "lines.py").write_text(lines.replace("runs/first/checkpoints/step_000050", str(saved)))
+    flat = runpy.run_path(str(tmp_path / "lines.py"))["state"]
+    assert flat.keys() == ours.shapes.keys()
     for key, tensor in flat.items():
         assert torch.equal(tensor, ours.read(key).flatten()), key
 

@@ -49,6 +49,10 @@ RENAMED: dict[str, str] = {
         f"{section}ring": f"{section}context_parallel"
         for section in ("model.", "critic.", "reference.", "teacher.", "reward_model.")
     },
+    **{
+        f"{section}.zero_stage": f"{section}.deepspeed.zero_stage"
+        for section in ("training", "critic", "reference", "teacher", "reward_model")
+    },
 }
 
 FOREIGN_VERBS: dict[str, tuple[str, ...]] = {

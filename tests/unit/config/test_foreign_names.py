@@ -106,6 +106,15 @@ grpo gradient_checkpointing model.gradient_checkpointing
 grpo lora_rank model.lora.rank
 grpo lora_alpha model.lora.alpha
 grpo zero_stage training.deepspeed.zero_stage
+grpo actor_rollout_ref.actor.strategy training.engine
+ppo critic.strategy critic.engine
+grpo actor_rollout_ref.actor.fsdp_config.reshard_after_forward training.fsdp2.reshard
+grpo actor_rollout_ref.actor.fsdp_config.fsdp_size training.replicas training.ranks
+grpo actor_rollout_ref.actor.fsdp_config.offload_policy training.offload
+sft parallelism.data_parallel_replicate_degree training.replicas training.ranks
+sft parallelism.tensor_parallel_degree model.tensor_parallel
+sft parallelism.context_parallel_degree model.context_parallel
+sft torch_compile training.compile
 grpo vllm_num_engines rollout.engines
 grpo vllm_tensor_parallel_size rollout.tensor_parallel
 grpo vllm_gpu_memory_utilization rollout.gpu_memory_utilization
@@ -131,7 +140,7 @@ def answer_to(kind: type[Config], name: str) -> str:
 
 
 def named_in(answer: str) -> list[str]:
-    return re.findall(r"[`']([a-z_.]+)", answer)
+    return re.findall(r"[`']([a-z0-9_.]+)", answer)
 
 
 def test_names_of_other_trainers_are_known() -> None:
@@ -174,6 +183,8 @@ def test_an_old_name_says_the_new_one() -> None:
         RLConfig.load([], ["algorithm.old=rollout"])
     with pytest.raises(ConfigError, match=r"'model\.ring': it was renamed to 'model.context_parallel'"):
         SftConfig.load([], ["model.ring=2"])
+    with pytest.raises(ConfigError, match=r"'training\.zero_stage': it was renamed to 'training.deepspeed.zero_stage'"):
+        SftConfig.load([], ["training.zero_stage=3"])
     with pytest.raises(ConfigError) as refused:
         SftConfig.load([], ["groups_per_step=2"])
     assert "renamed" not in str(refused.value)
@@ -183,6 +194,8 @@ def test_the_page_for_those_who_come_from_elsewhere_names_keys_that_exist() -> N
     known = set().union(*KEYS.values())
     page = (Path(__file__).resolve().parents[3] / "docs" / "coming_from.md").read_text()
     cells = [line.split("|")[2] for line in page.splitlines() if line.startswith("| `")]
-    named = {word.partition("=")[0] for cell in cells for word in re.findall(r"`([a-z_]+\.[a-z_.]+(?:=\w+)?)`", cell)}
+    named = {
+        word.partition("=")[0] for cell in cells for word in re.findall(r"`([a-z_]+\.[a-z0-9_.]+(?:=\w+)?)`", cell)
+    }
     assert len(named) > 60
     assert named <= known, named - known
