@@ -114,6 +114,8 @@ class RunConfig(EnginesConfig):
     """Seed of data order, sampling and initialization."""
     runtime: Literal["ray", "local"] = "ray"
     """ray: one process per rank and engine. local: everything in this process, for debugging."""
+    deterministic: bool = False
+    """Compute the same bits as another run of the same command on this machine; slower (docs/configuration.md)."""
     timeout_seconds: float = Field(1800.0, gt=0)
     """Longest wait for one call of a process (start, sampling, update); then the run stops and names it."""
     cluster: ClusterConfig = ClusterConfig()

@@ -119,7 +119,8 @@ class RoundsConfig(SelectionConfig):
 
     def training_keys(self) -> Tree:
         training = self.training.model_dump()
-        unchanged = {"seed", "runtime", "timeout_seconds", "checkpoint", "monitoring", "health", "model"}
+        unchanged = {"seed", "deterministic", "runtime", "timeout_seconds"}
+        unchanged |= {"checkpoint", "monitoring", "health", "model"}
         return {
             **self.model_dump(include=unchanged),
             **{key: training.pop(key) for key in OUTSIDE},

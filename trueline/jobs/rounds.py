@@ -20,6 +20,7 @@ from trueline.monitoring.progress import Progress
 from trueline.monitoring.run_folder import RunFolder
 from trueline.offline.build import prepare_supervised
 from trueline.plan.describe import describe_rounds
+from trueline.plan.findings import reproducible
 from trueline.plan.resolve import check_engines, rate_keys
 from trueline.plan.sampling import SamplingPlan, plan_eval, plan_generate
 from trueline.runs.launch import Job, Start, launch
@@ -132,6 +133,7 @@ def run_rounds(recipe: Recipe, verb: str, folder: RunFolder, progress: Progress)
 def plan_rounds(config: RoundsConfig, folder: Path) -> tuple[Recipe, SamplingPlan[GenerateConfig]]:
     """Check what can be known of all stages before the first one starts; return its plan as well."""
     check_engines(config, "training")
+    config = reproducible(config)
     if config.trainer == "dpo" and not config.has_reward():
         why = "iterative_dpo prefers completions by their rewards"
         raise ConfigError(f"reward.function is empty: {why}: name one with --reward")

@@ -82,6 +82,7 @@ def worker_specs(plan: SupervisedPlan) -> list[WorkerSpec]:
     config, world, task = plan.config, plan.layout.policy_ranks, plan.material.train.task
     run, target = (plan.steps, config.seed, config.timeout_seconds), task.distillation_target(config)
     first = WorkerSpec(config.model, config.training, 0, world, *run, head=task.head, distillation_target=target)
+    first = replace(first, deterministic=config.deterministic)
     template = plan.chat.template.with_defaults()
     return [replace(first, rank=rank, chat_template=template) for rank in range(world)]
 

@@ -19,6 +19,7 @@ from trueline.models.loading import ModelFacts
 from trueline.models.lora import DEVIATION, arriving_share, first_change
 from trueline.models.routing import KEY
 from trueline.monitoring.timing import duration
+from trueline.plan.findings import bits_lines
 from trueline.plan.hardware import DEVICES, Devices
 from trueline.plan.inputs import PromptSet
 from trueline.plan.memory import GIB, SPARE, Forecast
@@ -38,7 +39,7 @@ def describe(plan: RLPlan | SupervisedPlan | SamplingPlan[Kind]) -> str:
         lines = rl_lines(plan)
     else:
         lines = supervised_lines(plan) if isinstance(plan, SupervisedPlan) else sampling_lines(plan)
-    return "\n".join([*lines, *warning_lines(plan)])
+    return "\n".join([*lines, *bits_lines(plan.config, plan.machine), *warning_lines(plan)])
 
 
 def describe_rounds(config: RoundsConfig, plan: SamplingPlan[GenerateConfig], prompts: int) -> str:
@@ -47,7 +48,15 @@ def describe_rounds(config: RoundsConfig, plan: SamplingPlan[GenerateConfig], pr
     work = f"{config.rounds} rounds of {prompts} prompts, {config.samples} completions each; every round then runs "
     work += f"{config.trainer} on {config.learnt}{evaluates}"
     rate = rate_line(plan.facts.parameters, config.trained.task, config.model, config.training)
-    return "\n".join([*sampling_lines(plan)[:-1], f"work       {work}", rate, *warning_lines(plan)])
+    return "\n".join(
+        [
+            *sampling_lines(plan)[:-1],
+            f"work       {work}",
+            rate,
+            *bits_lines(config, plan.machine),
+            *warning_lines(plan),
+        ]
+    )
 
 
 def describe_on_paper(plan: RLPlan | SupervisedPlan, devices: Devices) -> str:

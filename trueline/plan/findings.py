@@ -1,12 +1,14 @@
-"""Findings of a plan: keys without effect, crowded cores, and what the chat template does to messages."""
+"""Findings of a plan: keys without effect, crowded cores, what the template does to messages; and what repeats bits."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from trueline.algorithms.advantages import ADVANTAGES, needs
 from trueline.algorithms.entries import Entry
 from trueline.algorithms.policy_losses import POLICY_LOSSES
+from trueline.config.base import ConfigError, Tree
+from trueline.config.model import TrainingConfig
 from trueline.config.rl import RLConfig, SamplingControls
 from trueline.config.run import MonitoringConfig, RunConfig
 from trueline.config.sampling import EvalConfig, SamplingConfig
@@ -14,15 +16,23 @@ from trueline.config.supervised import SupervisedConfig
 from trueline.data.chat import ChatFormat
 from trueline.environments.opening import turn_findings
 from trueline.monitoring.findings import Finding
+from trueline.plan.memory import Forecast
+from trueline.plan.resolve import first_fitting_keys, others
 from trueline.rewards.combined import kind_of
-from trueline.runtime.cluster import Machine
+from trueline.rollout.engines import ROLLOUT_ENGINES
+from trueline.runtime.cluster import Machine, machine_at_hand
 from trueline.runtime.placement import Layout, crowding
 from trueline.training.engines.table import TRAIN_ENGINES
 
 IMPORTANCE = "algorithm.importance_sampling.mode"
 NO_REWARD_MODEL = "no reward is a model on this machine"
 CAPPED = ("token_truncate", "sequence_truncate", "sequence_mask")
+Kind = TypeVar("Kind", bound=RunConfig)
 Rule = tuple[str, Callable[[Any], bool], str]  # keys or sections, whether a run reads them, and why it does not
+
+Obstacle = tuple[str, object, str, str]  # a key, its value, why bits would differ, and what to do
+ASKED = "deterministic=true"
+SERVED = ("scorer", "judge", "rubric")  # kinds of rewards that a server computes
 
 
 def find(
@@ -30,7 +40,7 @@ def find(
 ) -> list[Finding]:
     """Return all findings of a plan: what every plan looks at, and what was `found` by its own kind."""
     turns = turn_findings(config.environment, chat) if isinstance(config, RLConfig | SamplingConfig) else []
-    return [*chat.findings(), *turns, *crowding(layout, machine), *found, *idle_keys(config)]
+    return [*chat.findings(), *turns, *crowding(layout, machine), *found, *doubts(config), *idle_keys(config)]
 
 
 def idle_keys(config: RunConfig) -> list[Finding]:
@@ -198,3 +208,93 @@ RULES: dict[type[RunConfig], list[Rule]] = {
         (" ".join(f"rollout.{key}" for key in SamplingControls.model_fields), never, "eval reads that of `evaluation`"),
     ],
 }
+
+
+# Runs that are to compute the same bits again
+
+
+def reproducible(config: Kind) -> Kind:
+    """Refuse what two runs cannot compute alike, and set the keys on which their bits depend."""
+    if not config.deterministic:
+        return config
+    machine = machine_at_hand()
+    for key, value, why, remedy in obstacles(config, machine):
+        raise ConfigError(f"{ASKED}: {key}={value} {why}: {remedy}", key=key)
+    keys: Tree = {}
+    if not isinstance(config, SamplingConfig):
+        keys["training"] = {"compile": False} | ({"stream": False} if isinstance(config, RLConfig) else {})
+    if isinstance(config, RLConfig | SamplingConfig):
+        alone = {"max_sequences": 1} if ROLLOUT_ENGINES[config.rollout.engine].alone else {}
+        keys |= {"rollout": {"seeded": True} | alone, "reward": {"batch": 1}}
+    return config.with_keys(keys)
+
+
+def obstacles(config: RunConfig, machine: Machine) -> Iterator[Obstacle]:
+    if machine.nodes:
+        yield "cluster.address", config.cluster.address, "places processes where there is room", "run on one machine"
+    for name, part in config:
+        if isinstance(part, TrainingConfig) and part.compile:
+            yield f"{name}.compile", "true", "chooses kernels by their speed", "set it to false"
+    if isinstance(config, RLConfig) and config.training.stream is True:
+        yield "training.stream", "true", "adds gradients in the order in which groups end", "set it to false"
+    if isinstance(config, RLConfig | SamplingConfig):
+        yield from sampling_obstacles(config, "gpu" if machine.gpus else "cpu")
+
+
+def sampling_obstacles(config: RLConfig | SamplingConfig, place: str) -> Iterator[Obstacle]:
+    rollout, played = config.rollout, config.environment
+    row = ROLLOUT_ENGINES[rollout.engine]
+    if not (row.alone or place in row.invariant_on):
+        able = others("rollout", lambda row: row.alone or place in row.invariant_on)
+        yield "rollout.engine", rollout.engine, f"on a {place.upper()} rounds by what it batches", f"set {able}"
+    if rollout.max_staleness:
+        yield "rollout.max_staleness", rollout.max_staleness, "trains groups in the order in which they end", "set 0"
+    if rollout.speculative != "none":
+        yield "rollout.speculative", rollout.speculative, "computes tokens in batches that vary", "set none"
+    if rollout.seeded is False:
+        yield "rollout.seeded", "false", "draws tokens without seeds of their own", "leave it out"
+    if played.agent:
+        yield "environment.agent", played.agent, "is a program that talks to the world", "use environment.function"
+    for tool in (tool for tool in played.tools if tool.startswith("mcp:")):
+        yield "environment.tools", tool, "is a server that the run does not control", "use file.py:function"
+
+
+def check_settled(asked: RunConfig, forecast: Forecast, *, sampled: bool = False) -> None:
+    """Refuse values that follow from memory that happens to be free, or from lengths that happen to be known."""
+    if not asked.deterministic:
+        return
+    chosen = forecast.keys()
+    if chosen != forecast.quickest.keys(forecast.moved):
+        keys = first_fitting_keys(asked, [chosen], lambda changed: True)
+        raise ConfigError(f"{ASKED}: memory is short, and what is free would decide how bits are rounded: set {keys}")
+    if isinstance(asked, RLConfig) and asked.rollout.max_prompt_tokens is None:
+        reasons = {"a large dataset, of which this run has measured a sample": sampled}
+        reasons |= {"sequences of several turns, as long as memory allows": bool(asked.environment.kind())}
+        for reason in (reason for reason, holds in reasons.items() if holds):
+            raise ConfigError(f"{ASKED}: rollout.max_prompt_tokens=null with {reason}: set it")
+
+
+def doubts(config: RunConfig) -> list[Finding]:
+    """Find code and servers that may answer differently in another run."""
+    if not (config.deterministic and isinstance(config, RLConfig | SamplingConfig)):
+        return []
+    served = {
+        part.function: "reward.function" for part in config.reward.named_parts().values() if kind_of(part) in SERVED
+    }
+    kind = config.environment.kind()
+    played = {f"environment.{kind}": f"environment.{kind}"} if kind else {}
+    return [
+        Finding("watch", "may_differ", f"{name}: {ASKED} cannot hold for it", "make sure that it repeats itself", key)
+        for name, key in (served | played).items()
+    ]
+
+
+def bits_lines(config: RunConfig, machine: Machine) -> list[str]:
+    """Say what holds of another run of the same command, if it was asked for."""
+    if not config.deterministic:
+        return []
+    what, how, where = "weights", "", "; not measured on GPUs" if machine.gpus else ""
+    if isinstance(config, RLConfig | SamplingConfig):
+        what = "weights and sampled tokens" if isinstance(config, RLConfig) else "sampled tokens"
+        how = ", one completion at a time" if config.rollout.max_sequences == 1 else ""
+    return [f"bits       the same {what} in every run of this command on this machine{how} ({ASKED}){where}"]

@@ -15,7 +15,7 @@ from trueline.data.pictures import TRAINED_BY
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.models.vision import VISION_FAMILIES
 from trueline.monitoring.findings import Finding
-from trueline.plan.findings import find
+from trueline.plan.findings import check_settled, find, reproducible
 from trueline.plan.inputs import Reading, check_kept
 from trueline.plan.memory import HOST_SHARE, Forecast, MemoryPool, ModelFootprint, node_rooms, settle
 from trueline.plan.resolve import (
@@ -65,16 +65,18 @@ def plan_supervised(config: SupervisedConfig, *, here: bool = True) -> Supervise
     """Read, check and tokenize before any model is loaded; with `here`, this machine must have the memory to train."""
     check_engines(config, "training")
     facts, machine = check_model(config.model, TASKS[config.task].head), machine_at_hand()
-    config, world, max_tokens = resolve(config, facts, machine)
+    config, world, max_tokens = resolve(reproducible(config), facts, machine)
     check_vision_run(config, facts)
     chat = load_chat(config.model, config.data.chat_template, config.data.chat_template_kwargs)
     material = load_material(config, chat, max_tokens)
     parts = [part for part in (material.train, material.held_out) if part is not None]
     longest = max(check_longest(part, budget_of(config)) for part in parts)
     forecast = forecast_memory(config, facts, machine, world, longest) if here else None
-    config = config.with_keys(forecast.keys()) if forecast else config
+    if forecast:
+        check_settled(config, forecast)
+        config = config.with_keys(forecast.keys())
     steps = config.steps or math.ceil(material.train.rows() * config.epochs / config.samples_per_step)
-    layout = Layout(world, width=config.model.width())
+    layout = Layout(world, width=config.model.width(), deterministic=config.deterministic)
     check_devices(layout, machine)
     config = config.with_keys({"steps": steps})
     rates = rate_findings(facts.parameters, config.task, config.model, config.training)

@@ -20,7 +20,7 @@ from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts
 from trueline.models.routing import KEY, check_kind
 from trueline.monitoring.findings import Finding
-from trueline.plan.findings import find
+from trueline.plan.findings import check_settled, find, reproducible
 from trueline.plan.inputs import Measured, PlanInputs, PromptSet, Reading, check_sight, fitting_prompts, look_around
 from trueline.plan.memory import (
     FEWEST_SEQUENCES,
@@ -164,7 +164,9 @@ def plan_rl(config: RLConfig) -> RLPlan:
     """Fill in and check what can be known without loading a model, the quickest checks first."""
     check_algorithm(config)
     check_engines(config, "training", "rollout", *["critic"] * ("critic" in needs(config.algorithm)))
+    config = reproducible(config)
     plan = decide(config, look_around(config))
+    check_settled(config, plan.forecast, sampled=any(one.sampled for one in plan.sources))
     rates = [finding for one in plan.rates() for finding in rate_findings(*one)]
     samples = sample_bytes(plan.config, plan.rollout, plan.facts) if config.runtime != "local" else 0
     stored = store_findings(samples, plan.layout.store_bytes, plan.machine)
@@ -316,10 +318,9 @@ def resolve(
         **{role.section: {"ranks": role.world} | rates for role, rates in trained},
     }
     placed, in_turns = tuple(role.layout() for role in roles), rollout.max_staleness == 0
-    width = config.model.width()
-    config = config.with_keys(values)
-    store = store_bytes(sample_bytes(config, rollout, facts), machine)
-    layout = Layout(ranks, engines, rollout.tensor_parallel, colocated, placed, in_turns, width, store)
+    config, width = config.with_keys(values), config.model.width()
+    rest = (width, store_bytes(sample_bytes(config, rollout, facts), machine), config.deterministic)
+    layout = Layout(ranks, engines, rollout.tensor_parallel, colocated, placed, in_turns, *rest)
     config = config.with_keys({"model": {"lora": {"sync": adapter_sync(config, facts, machine.gpus)}}})
     check_critic(config)
     return config, rollout, layout, roles
@@ -404,8 +405,7 @@ def settle_stream(draft: RLDraft, settle: Callable[[RLDraft], RLPlan]) -> RLPlan
 
 def tenants_of(plan: RLDraft) -> list[ModelFootprint]:
     """Return the models with their share of a step's tokens: trained ones of a minibatch's, others of all."""
-    config, world = plan.config, plan.layout.policy_ranks
-    completions = config.prompts_per_step * config.algorithm.group_size
+    config, world, completions = plan.config, plan.layout.policy_ranks, plan.completions()
     longest = plan.longest_prompt + plan.rollout.max_new_tokens
 
     def tenant(
@@ -430,10 +430,9 @@ def memory_bytes(plan: RLPlan) -> dict[str, float]:
 def rooms_of(plan: RLDraft, share: float | None) -> list[MemoryPool]:
     """Return a room for all processes on a node's CPUs; of GPUs the policy's, and one for each model with its own."""
     machine, layout, tenants = plan.machine, plan.layout, tenants_of(plan)
-    completions = plan.config.prompts_per_step * plan.config.algorithm.group_size
     lora, bucket = plan.config.model.lora, plan.config.sync.bucket_mib * 2**20
     rank = lora.rank if lora.adapter_only() else 0
-    engine = engine_room(plan.rollout, plan.facts, machine, completions, share, bucket=bucket, adapter_rank=rank)
+    engine = engine_room(plan.rollout, plan.facts, machine, plan.completions(), share, bucket=bucket, adapter_rank=rank)
     if not machine.gpus:
         if plan.config.runtime == "local":
             return [MemoryPool(machine.memory_bytes, "cpu", [(one, 1) for one in tenants], layout.engines, engine)]

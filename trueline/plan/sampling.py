@@ -14,7 +14,7 @@ from trueline.data.loader import make_order
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts, check_model, load_chat
 from trueline.monitoring.findings import Finding
-from trueline.plan.findings import find
+from trueline.plan.findings import find, reproducible
 from trueline.plan.inputs import (
     PromptSet,
     Reading,
@@ -106,6 +106,7 @@ def plan_eval(config: EvalConfig) -> SamplingPlan[EvalConfig]:
 def plan_sampling(config: Kind, sets: Mapping[str, Sequence[Prompt]], *, scored: bool) -> SamplingPlan[Kind]:
     """Fill in and check what can be known without loading a model, the quickest checks first."""
     check_engines(config, "rollout")
+    config = reproducible(config)
     sets, rewards = check_prompts(config, sets, required=scored and not config.environment.plays())
     quantized, machine = ROLLOUT_ENGINES[config.rollout.engine].quantized, machine_at_hand()
     facts = check_model(config.model, quantized=quantized)
@@ -124,7 +125,8 @@ def plan_sampling(config: Kind, sets: Mapping[str, Sequence[Prompt]], *, scored:
     rollout = resolve_rollout(config.rollout, facts, lengths, engines, dtype, machine.gpus, context)
     rollout = rollout.with_keys({"workers": worker_count(config, reward_roles, machine)})
     config = config.with_keys({"rollout": rollout.model_dump()})
-    layout = Layout(0, engines, rollout.tensor_parallel, roles=tuple(role.layout() for role in reward_roles))
+    placed = tuple(role.layout() for role in reward_roles)
+    layout = Layout(0, engines, rollout.tensor_parallel, roles=placed, deterministic=config.deterministic)
     check_place(config, layout, reward_roles, machine)
     check_rollout(rollout, config.model, facts, machine)
     limit, too_long = rollout.max_prompt_tokens, config.data.too_long

@@ -153,6 +153,7 @@ def begin_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGro
     learns = max(config.steps - policy_waits(config.algorithm), 1) * config.minibatches * config.epochs
     seconds = config.timeout_seconds
     besides = {"chat_template": plan.chat.template.with_defaults(), "memory_share": plan.policy_share()}
+    besides |= {"deterministic": config.deterministic}
     specs = [
         WorkerSpec(config.model, config.training, rank, ranks, learns, config.seed, seconds, **besides)
         for rank in range(ranks)

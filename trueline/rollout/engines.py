@@ -46,6 +46,8 @@ class RolloutRow:
     experts_on: tuple[str, ...] = ()  # cpu, gpu: where it returns the experts of each token
     structures: bool = False  # it can enforce a JSON schema
     slow_seeds: bool = False  # on GPUs it samples completions with seeds one by one
+    invariant_on: tuple[str, ...] = ()  # cpu, gpu: where it can make tokens independent of what it batches
+    alone: bool = False  # tokens are that if it has one sequence at a time
     speculates_on: tuple[str, ...] = ()  # cpu, gpu: where it can guess tokens, and samples rightly if it does
     lean_logprobs: bool = False  # it can keep log-probs on the device until a request ends
     sleeps: bool = True  # it releases its GPU memory while models train
@@ -89,6 +91,7 @@ ROLLOUT_ENGINES = {
         experts_on=("gpu",),
         structures=True,
         slow_seeds=True,
+        invariant_on=("gpu",),  # with VLLM_BATCH_INVARIANT=1
         speculates_on=("gpu",),  # vLLM 0.32 on CPUs samples from another distribution, and returns wrong log-probs
         lean_logprobs=True,
         cpu_head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
@@ -102,6 +105,7 @@ ROLLOUT_ENGINES = {
         local=True,
         tensor_parallel=False,
         experts_on=("cpu", "gpu"),
+        alone=True,
         sleeps=False,
     ),
 }

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -267,10 +267,9 @@ def role_group(
     role: RoleModel, processes: Processes, seed: int, timeout_seconds: float, updates: int = 0
 ) -> ModelGroup:
     """Make the processes of a role's model, not yet started."""
-    specs = [
-        WorkerSpec(role.model, role.ranks, rank, role.world, updates, seed, timeout_seconds, head=role.head)
-        for rank in range(role.world)
-    ]
+    deterministic = processes.layout.deterministic
+    first = WorkerSpec(role.model, role.ranks, 0, role.world, updates, seed, timeout_seconds, role.head)
+    specs = [replace(first, rank=rank, deterministic=deterministic) for rank in range(role.world)]
     return model_group(role.name, processes.role(role.layout(), worker_target(role.ranks), specs), specs)
 
 

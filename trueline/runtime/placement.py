@@ -11,6 +11,16 @@ from trueline.runtime.actors import Actor, LocalActor, Object, Placement, RayAct
 from trueline.runtime.cluster import OBJECT_STORE_BYTES, PASSIVE, QUIET, START_SECONDS, Machine, Node, reserve
 from trueline.runtime.host import Location, build
 
+# What makes a process compute the same bits again: fixed paths through MKL and cuBLAS, kernels that add in one order,
+# vLLM's tokens independent of their batch, and the order of sets of strings.
+REPEATED = {
+    "MKL_CBWR": "AUTO",
+    "MKL_DYNAMIC": "FALSE",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    "FLASH_ATTENTION_DETERMINISTIC": "1",
+    "VLLM_BATCH_INVARIANT": "1",
+    "PYTHONHASHSEED": "0",
+}
 STORE_MARGIN = 1.25  # the last samples of a step stay until it is reported, while the next are sampled
 
 
@@ -38,6 +48,7 @@ class Layout:
     in_turns: bool = True  # models wait while engines sample, and engines wait while models train
     width: int = 1  # policy ranks of one copy of the model
     store_bytes: int = OBJECT_STORE_BYTES  # of Ray's object store, where the run starts it
+    deterministic: bool = False  # another run computes the same bits
 
     def engine_gpus(self) -> int:
         return self.engines * self.tensor_parallel
@@ -259,7 +270,8 @@ class Processes:
         working = nodes.count(at) * width
         if not self.layout.in_turns:
             working = self.places.policy.count(at) + self.places.engines.count(at) * self.layout.tensor_parallel
-        return process_environment(target, self.machine, working, self.machine.split()[at].cpus) | self.clients
+        own = process_environment(target, self.machine, working, self.machine.split()[at].cpus) | self.clients
+        return own | (REPEATED if self.layout.deterministic else {})
 
     def _own_placement(self, kind: str, number: int, node: int, width: int) -> Placement:
         """Return a placement with devices or slots of its own; on this machine's CPUs processes claim none."""

@@ -63,6 +63,7 @@ class WorkerSpec:
     head: str = "language"  # or "reward", "steps", "value"
     distillation_target: Callable[[Any, torch.dtype, bool], Any] | None = None  # loads what its head learns
     chat_template: str | None = None  # saved with the model; None: the tokenizer's own
+    deterministic: bool = False  # its operations add in one order
     memory_share: float = 1.0  # of its GPU, cached memory included, where engines work at the same time
 
     def mesh(self) -> Mesh:
@@ -89,6 +90,7 @@ class Worker:
         """Join the other ranks, load the model, and check that it computes as expected."""
         spec, row = self.spec, TRAIN_ENGINES[self.spec.ranks.engine]
         torch.manual_seed(spec.seed)
+        torch.use_deterministic_algorithms(spec.deterministic)
         if spec.memory_share < 1 and torch.cuda.is_available():
             torch.cuda.set_per_process_memory_fraction(spec.memory_share)  # its cache would grow into the engine's room
         if row.several_ranks and not dist.is_initialized():  # a process joins once
@@ -241,8 +243,7 @@ class Worker:
         sums = reports.LossAccumulator()
         if self.compiled is not None:
             self.compiled.prove(collate(packed, passes[0][:1], self.device))
-        logprobs: list[Tensor] = []
-        entropies: list[Tensor] = []
+        logprobs, entropies = list[Tensor](), list[Tensor]()
         for number, micro_batch in enumerate(passes, 1):
             batch, output, values = self._loss(packed, micro_batch, loss, settings)
             logprobs += rows_of(batch.old_logprobs, batch, micro_batch) if settings.logprobs_from_update else []
@@ -356,8 +357,7 @@ class Worker:
         weights = 0 if self.adapter else sum(map(math.prod, self.shapes.values())) * DTYPES[dtype].itemsize
         averaged = isinstance(ranks, TrainingConfig) and ranks.ema_decay > 0
         elements = sum(map(math.prod, self._trained_shapes().values()))
-        division = TRAIN_ENGINES[ranks.engine].division(ranks, dtype, world)
-        moments = 8 * elements / division.optimizer  # allocated by the first step
+        moments = 8 * elements / TRAIN_ENGINES[ranks.engine].division(ranks, dtype, world).optimizer  # not yet there
         coming = moments if self.device.type == "cpu" else 0.0
         self.saver.allocate(saving.snapshot_bytes(weights, elements, world, averaged), sharers, coming)
 
