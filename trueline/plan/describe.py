@@ -48,15 +48,8 @@ def describe_rounds(config: RoundsConfig, plan: SamplingPlan[GenerateConfig], pr
     work = f"{config.rounds} rounds of {prompts} prompts, {config.samples} completions each; every round then runs "
     work += f"{config.trainer} on {config.learnt}{evaluates}"
     rate = rate_line(plan.facts.parameters, config.trained.task, config.model, config.training)
-    return "\n".join(
-        [
-            *sampling_lines(plan)[:-1],
-            f"work       {work}",
-            rate,
-            *bits_lines(config, plan.machine),
-            *warning_lines(plan),
-        ]
-    )
+    notes = [*bits_lines(config, plan.machine), *warning_lines(plan)]
+    return "\n".join([*sampling_lines(plan)[:-1], f"work       {work}", rate, *notes])
 
 
 def describe_on_paper(plan: RLPlan | SupervisedPlan, devices: Devices) -> str:

@@ -11,7 +11,7 @@ from trueline.config.base import ConfigError, Tree
 from trueline.config.model import TrainingConfig
 from trueline.config.rl import RLConfig, SamplingControls
 from trueline.config.run import MonitoringConfig, RunConfig
-from trueline.config.sampling import EvalConfig, SamplingConfig
+from trueline.config.sampling import EvalConfig, RoundsConfig, SamplingConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.data.chat import ChatFormat
 from trueline.environments.opening import turn_findings
@@ -295,6 +295,6 @@ def bits_lines(config: RunConfig, machine: Machine) -> list[str]:
         return []
     what, how, where = "weights", "", "; not measured on GPUs" if machine.gpus else ""
     if isinstance(config, RLConfig | SamplingConfig):
-        what = "weights and sampled tokens" if isinstance(config, RLConfig) else "sampled tokens"
+        what = "weights and sampled tokens" if isinstance(config, RLConfig | RoundsConfig) else "sampled tokens"
         how = ", one completion at a time" if config.rollout.max_sequences == 1 else ""
     return [f"bits       the same {what} in every run of this command on this machine{how} ({ASKED}){where}"]

@@ -76,6 +76,12 @@ def test_keys_that_decide_bits_are_settled(monkeypatch: pytest.MonkeyPatch) -> N
     assert (settled.rollout.max_sequences, settled.rollout.seeded) == (256, True)
     assert bits_lines(settled, GPU)[0].endswith("not measured on GPUs")
     assert bits_lines(load("grpo", "deterministic=false"), GPU) == []
+    told = {verb: bits_lines(load(verb), CPU)[0].partition(" in every run")[0] for verb in ("raft", "eval", "sft")}
+    assert told == {
+        "raft": "bits       the same weights and sampled tokens",
+        "eval": "bits       the same sampled tokens",
+        "sft": "bits       the same weights",
+    }
 
 
 def test_every_process_gets_the_environment_that_repeats_bits(tmp_path: Any) -> None:
