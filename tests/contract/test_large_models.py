@@ -168,21 +168,19 @@ def test_what_is_shared_out_while_it_is_read_is_the_model(
             assert any(name.endswith("e_score_correction_bias") for name in found["mixture"][engine])
 
 
-class Large(Worker):
-    """Takes its model for one that no device holds."""
-
-    def _fits(self) -> bool:
-        return False
-
-
 def score_cut(rank: int, world: int, model: str, engine: str) -> list[np.ndarray]:
     """Score by a model that was whole before it was cut, and by one that never was."""
     samples = make_samples(4)
     (passes,) = plan_micro_batches([sample.length() for sample in samples], 1, Budget(512))
     config = ModelConfig(path=model, dtype="float32", tensor_parallel=2)
     ranks = TrainingConfig.parse(ENGINES[engine] | {"learning_rate": 1e-6})
-    workers = [started(kind(WorkerSpec(config, ranks, rank, world, 10, seed=3))) for kind in (Worker, Large)]
-    return [worker.score(pack_samples(samples), passes, 1.0) for worker in workers]
+    found = []
+    for fits in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("trueline.training.worker.fits_whole", lambda *given, fits=fits: fits)
+            worker = started(Worker(WorkerSpec(config, ranks, rank, world, 10, seed=3)))
+        found.append(worker.score(pack_samples(samples), passes, 1.0))
+    return found
 
 
 @pytest.mark.parametrize("engine", ["zero2", "fsdp2"])

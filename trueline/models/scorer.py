@@ -89,11 +89,12 @@ class Scorer(nn.Module):
         options = {"output_router_logits": True} if self.top_k else {}
         states = self.run(self.model, arrangement, inputs, **seen, **options)
         hidden = arrangement.hidden_rows(states.last_hidden_state)
-        routed = {name: values[:count] for name, values in self.router_outputs(states, arrangement).items()}
+        routed = {name: first_rows(values, count) for name, values in self.router_outputs(states, arrangement).items()}
         if not self.has_language_head:
             scores = arrangement.spread(scoring_head(self.model)[1](hidden).float())
             values = shift(scores[:, 0], lengths)
-            return routed | ({"values": values[:count]} if self.values else {"scores": scores[:count]})
+            name, outputs = ("values", values) if self.values else ("scores", scores)
+            return routed | {name: first_rows(outputs, count)}
         # On the host, which need not wait for the device.
         predicts = arrangement.local(predicting(mask, lengths))
         wanted = to_device(predicts.nonzero()[:, 0], tokens.device)
@@ -110,7 +111,7 @@ class Scorer(nn.Module):
         for name, values in found.items():
             if values is not None:  # moved from the predicting positions to the tokens that they belong to
                 local = values.new_zeros(len(predicts)).index_copy(0, wanted, values)
-                routed[name] = arrangement.whole(local).roll(1)[:count]
+                routed[name] = first_rows(arrangement.whole(local).roll(1), count)
         return routed
 
     def look(
@@ -244,6 +245,11 @@ class Probe:
             if not self.packed:
                 raise
             raise ConfigError(f"{self.name} does not support packed sequences ({error!r}): {REMEDY}") from error
+
+
+def first_rows(values: Tensor, count: int) -> Tensor:
+    """Return as many rows; all of them without a view, of which FSDP2 warns."""
+    return values if len(values) == count else values[:count]
 
 
 def rounding(embeddings: nn.Module) -> RemovableHandle:
