@@ -37,7 +37,8 @@ class Started:
 class Recorder:
     """Starts nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
         self.asked: list[tuple[RoleRanks, list[Any]]] = []
 
     def role(self, one: RoleRanks, target: object, specs: list[Any]) -> list[Any]:
@@ -45,15 +46,18 @@ class Recorder:
         return []
 
 
-def test_every_rank_of_a_role_knows_what_it_is() -> None:
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_every_rank_of_a_role_knows_what_it_is(deterministic: bool) -> None:
     model, ranks = ModelConfig(path="somewhere", context_parallel=2), CriticConfig(placement="separate")
-    processes: Any = Recorder()
+    processes: Any = Recorder(Layout(2, 1, deterministic=deterministic))
     group = role_group(RoleModel("critic", "critic", model, ranks, "value", NOTHING, 4), processes, 5, 60.0, 9)
     ((place, specs),) = processes.asked
     assert place == RoleRanks("critic", 4, shared=False, width=2)
     assert [(one.rank, one.world) for one in specs] == [(rank, 4) for rank in range(4)]
-    known = {(one.model.path, one.head, one.total_steps, one.seed, one.timeout_seconds) for one in specs}
-    assert known == {("somewhere", "value", 9, 5, 60.0)}
+    known = {
+        (one.model.path, one.head, one.total_steps, one.seed, one.timeout_seconds, one.deterministic) for one in specs
+    }
+    assert known == {("somewhere", "value", 9, 5, 60.0, deterministic)}
     assert all(one.ranks is ranks for one in specs)
     assert (group.name, group.timeout_seconds) == ("critic", 60.0)
 
