@@ -80,7 +80,12 @@ class MadeUpRank(Worker):
         return np.full(sum(lengths), -1.0, np.float32)
 
     def score(
-        self, packed: SampleReader, passes: list[MicroBatch], temperature: float, reference: bool = False
+        self,
+        packed: SampleReader,
+        passes: list[MicroBatch],
+        temperature: float,
+        reference: bool = False,
+        entropy: bool = False,
     ) -> np.ndarray:
         return self.read(packed, passes)
 
