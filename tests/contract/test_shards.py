@@ -18,6 +18,7 @@ from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.data.batching import Budget, plan_micro_batches
 from trueline.data.types import pack_samples
+from trueline.models.loading import DTYPES
 from trueline.runtime.fingerprints import add_bits, total_sums, wrap_int64
 from trueline.runtime.transport import WIRE_DTYPES
 from trueline.training.engines.engine import AVERAGE
@@ -103,6 +104,8 @@ def look(rank: int, world: int, models: dict[str, str], cases: list[Case]) -> di
         update(worker)
         with alone():
             weights, state = list(worker.engine.weight_shards()), list(worker.engine.state_shards())
+        gathered = {tensor.dtype for _, tensor in worker.engine.weights()}  # as layers compute, not as they are stepped
+        assert {one.values.dtype for one in weights} == gathered == {DTYPES[case.dtype]}
         masters = {name: tensor.clone() for name, tensor in worker.engine.masters()}
         expected = {name: tensor.float().clone() for name, tensor in worker.engine.weights()}
         expected |= {f"{name}/weight": tensor for name, tensor in masters.items()}
