@@ -20,16 +20,8 @@ from trueline.usercode.loading import load_function
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
-NEEDS = (
-    "critic",
-    "teacher",
-    "reward",
-    "groups",
-    "greedy",
-    "recompute",
-    "batch",
-    "nonnegative",
-)  # what an entry can need
+# What an entry can need.
+NEEDS = ("critic", "teacher", "reward", "groups", "greedy", "recompute", "batch", "nonnegative")
 
 
 class AlgorithmFailure(RuntimeError):

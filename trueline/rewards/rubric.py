@@ -130,9 +130,8 @@ class Rubric(Config):
         if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
             raise ConfigError(f"{place}: expected a list of items with a criterion and points, got {given!r:.80}")
         items = [item.model_dump() for item in self.items]
-        for number, one in enumerate(
-            given, 1
-        ):  # what else published data sets say of an item, such as tags, is left out
+        # What else published data sets say of an item, such as tags, is left out.
+        for number, one in enumerate(given, 1):
             known = {ALIASES.get(key, key): value for key, value in one.items() if value is not None}
             own = {key: value for key, value in known.items() if key in RubricItem.model_fields}
             items.append(own | {"name": f"{number} {own.get('name', '')}".strip()})
