@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trueline.api import Run, RunFailed, evaluate, generate, train
+    from trueline.api import Run, RunFailed, evaluate, generate, live_plot, load, train
     from trueline.config.base import ConfigError
 
-__all__ = ["ConfigError", "Run", "RunFailed", "evaluate", "generate", "train"]
+__all__ = ["ConfigError", "Run", "RunFailed", "evaluate", "generate", "live_plot", "load", "train"]
 
 
 def __getattr__(name: str) -> Any:

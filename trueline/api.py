@@ -5,8 +5,8 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import chain, count
 from pathlib import Path
@@ -18,6 +18,7 @@ from trueline.config.foreign_names import FOREIGN_VERBS
 from trueline.config.run import RunConfig
 from trueline.files import read_rows
 from trueline.monitoring.findings import Finding
+from trueline.monitoring.progress import Follower, NotebookPanel
 from trueline.monitoring.run_folder import RunFolder, default_name
 from trueline.monitoring.timing import START
 from trueline.monitoring.user_files import found_again
@@ -48,14 +49,23 @@ class Curves:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that has ended, and what it left in its folder."""
+    """A run, and what is in its folder."""
 
     folder: Path
-    status: int | None = None  # 0: complete; 130: interrupted, and can be resumed; None: of an earlier run
+    status: int | None = (
+        None  # 0: complete; 130: interrupted, and can be resumed; None: under way, or opened by its folder
+    )
+    follower: Follower | None = field(default=None, repr=False, compare=False)  # where `on_step` is called with it
 
     def __fspath__(self) -> str:
         """Return the folder, so that a run can be a model, data or the run to resume."""
         return str(self.folder)
+
+    def stop(self) -> None:
+        """End the run after this step, with a checkpoint: for `on_step`, which is called with the run."""
+        if self.follower is None:
+            raise ConfigError(f"{self.folder.name} can be stopped by its on_step alone; Ctrl-C stops it from outside")
+        self.follower.stops = True
 
     @property
     def metrics(self) -> Any:
@@ -112,6 +122,9 @@ class Run:
         return drawn
 
 
+OnStep = Callable[[Run, dict[str, Any]], object]
+
+
 class RunFailed(RuntimeError):
     """A run that failed; the message is its last error and its folder."""
 
@@ -130,6 +143,7 @@ def train(
     resume: Resume = False,
     restart: bool = False,
     dry_run: bool = False,
+    on_step: OnStep | Sequence[OnStep] = (),
     **keys: Any,
 ) -> Run:
     """Run a verb of the command line: `model`, `data`, `eval_data`, `reward` and `name` as there, and any other key.
@@ -137,22 +151,60 @@ def train(
     A key is a nested dictionary or a name with dots. A reward can be a function, or a dictionary of several by name;
     `environment` a class or a function, `agent` a function, `tools` a list with functions in it; data can be a list of
     rows or texts, a `datasets.Dataset` or `DatasetDict`, or a `Run` of `generate`; a model can be a `Run`. `resume` can
-    name the run to continue.
+    name the run to continue. `on_step` is called with the run and the metrics of each step.
     """
     if verb not in VERBS:
         raise ConfigError(unknown_verb(verb, VERBS))
+    if on_step and not VERBS[verb].is_training:
+        raise ConfigError(f"on_step follows the steps of training, and {verb} has none of its own: leave it out")
     given = read_tree(Path(config)) if isinstance(config, str | Path) else keyword_tree(VERBS[verb], config or {})
     asked = merge(given, keyword_tree(VERBS[verb], keys))
     objects = Objects(Path(str(asked.get("folder", RunConfig().folder))).resolve() / "objects")
-    loaded = load(verb, objects.with_file_names(asked), resume=resume, restart=restart)
+    loaded = load_config(verb, objects.with_file_names(asked), resume=resume, restart=restart)
     folder = Path(loaded.folder).resolve() / (loaded.name or unused_name(verb, Path(loaded.folder)))
     objects.write()
     for line in objects.remarks:
         say(line)
-    run = Run(folder, start(verb, loaded.with_keys({"name": folder.name}), resume=bool(resume), dry_run=dry_run))
+    planned, follower = loaded.with_keys({"name": folder.name}), following(Run(folder), on_step)
+    run = Run(folder, start(verb, planned, resume=bool(resume), dry_run=dry_run, follower=follower))
     if run.status not in (0, INTERRUPTED):
         raise RunFailed(run)
     return run
+
+
+def following(run: Run, on_step: OnStep | Sequence[OnStep]) -> Follower:
+    """Return what calls each of these functions after a step, with a run that they can stop."""
+    functions = [on_step] if callable(on_step) else list(on_step)
+    follower = Follower(lambda metrics: [function(followed, metrics) for function in functions])
+    followed = replace(run, follower=follower)
+    return follower
+
+
+def live_plot(*names: str) -> OnStep:
+    """Return an `on_step` that draws the named metrics below a notebook's cell, as `Run.plot`, after every step."""
+    if find_spec("IPython") is None:
+        raise ConfigError(
+            "live_plot draws in a notebook, and IPython is not installed: leave it out, or use run.plot()"
+        )
+    panel = NotebookPanel()
+
+    def draw(run: Run, metrics: dict[str, Any]) -> None:
+        known = {name for row in read_rows(RunFolder(run.folder).metrics) for name in row}
+        if (present := [name for name in names if name in known]) or not names:
+            panel.update(run.plot(*present))
+
+    return draw
+
+
+def load(
+    source: str | os.PathLike[str], *, dtype: str | None = None, trust_remote_code: bool = False
+) -> tuple[Any, Any]:
+    """Load the model of a run, a checkpoint or a folder as Transformers has it, adapters merged, and its tokenizer."""
+    from trueline.plan.inputs import run_model  # noqa: PLC0415
+    from trueline.training.export import open_model  # noqa: PLC0415
+
+    taken = run_model(os.fspath(source), "trueline.load")
+    return open_model(Path(taken[0] if taken else source), dtype, trust_remote_code=trust_remote_code)
 
 
 def generate(config: str | Path | Tree | None = None, **keys: Any) -> Run:
@@ -191,7 +243,7 @@ def unused_name(verb: str, folder: Path) -> str:
 # Shared with the command line
 
 
-def load(verb: str, asked: Tree, *, resume: Resume = False, restart: bool = False) -> RunConfig:
+def load_config(verb: str, asked: Tree, *, resume: Resume = False, restart: bool = False) -> RunConfig:
     """Check the keys of a verb; with `resume`, add those of the run to continue: the named one or the latest."""
     command = VERBS[verb]
     if not isinstance(resume, bool):
@@ -243,14 +295,16 @@ def drop_placement(saved: Tree) -> Tree:
     return rest | {name: {key: part[key] for key in part if key not in places} for name, part in sections.items()}
 
 
-def start(verb: str, config: RunConfig, *, resume: bool = False, dry_run: bool = False) -> int:
+def start(
+    verb: str, config: RunConfig, *, resume: bool = False, dry_run: bool = False, follower: Follower | None = None
+) -> int:
     """Start a run, or print its plan, and return the exit status."""
     prepare_libraries(config)
     from trueline.runs.launch import launch  # noqa: PLC0415
 
     prepare = pkgutil.resolve_name(VERBS[verb].prepare)
     START.end("libraries")
-    return launch(config, verb, prepare, dry_run=dry_run, resume=resume, look=look_at)
+    return launch(config, verb, prepare, dry_run=dry_run, resume=resume, look=look_at, follower=follower)
 
 
 def look_at(job: "Job") -> list[Finding]:

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trueline.api import examine, load, quiet_libraries, say, start, suggest_verbs, unknown_verb
+from trueline.api import examine, load_config, quiet_libraries, say, start, suggest_verbs, unknown_verb
 from trueline.completion import PrintCompletion
 from trueline.config.base import NEAR, Config, ConfigError, keys_of, likeness, suggestion
 from trueline.config.run import RunConfig
@@ -210,7 +210,7 @@ def add_words(tools: dict[str, CommandParser]) -> None:
 def load_options(options: argparse.Namespace) -> RunConfig:
     command = VERBS[options.verb]
     keys = command.kind.merge_sources(options.config, given_keys(options, command.flags))
-    return load(options.verb, keys, resume=options.resume, restart=options.restart)
+    return load_config(options.verb, keys, resume=options.resume, restart=options.restart)
 
 
 def run_command(options: argparse.Namespace) -> int:

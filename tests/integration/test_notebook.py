@@ -1,42 +1,32 @@
-"""The notebook, and the code of the page on Python, run as they are."""
+"""The notebook, and the code of the page on Python, run as they are, in a real kernel."""
 
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell, new_notebook
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# As a notebook does: one cell after the other, in one namespace, `await` allowed, in a loop that is running.
-KERNEL = """
-import ast, asyncio, inspect, json, sys
 
-async def run(cells, names):
-    for cell in cells:
-        tree = ast.parse(cell)
-        if isinstance(last := tree.body[-1], ast.Expr):
-            tree.body[-1] = ast.copy_location(ast.Assign([ast.Name("_", ast.Store())], last.value), last)
-        code = compile(ast.fix_missing_locations(tree), "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-        done = eval(code, names)
-        if inspect.iscoroutine(done):
-            await done
-
-names = {"__name__": "__main__"}
-asyncio.run(run(json.load(sys.stdin), names))
-exec(sys.argv[1], names)
-"""
+def run_cells(cells: list[str], folder: Path, checks: str) -> list[list[NotebookNode]]:
+    """Run cells in one fresh kernel, then look at what they made; return the outputs of each."""
+    notebook = new_notebook(cells=[new_code_cell(cell) for cell in (*cells, checks)])
+    client = NotebookClient(
+        notebook, timeout=None, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    )
+    client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return [cell.outputs for cell in notebook.cells]
 
 
-def run_cells(cells: list[str], folder: Path, checks: str) -> None:
-    """Run cells in one fresh process, then look at what they made."""
-    command, cells_text = [sys.executable, "-c", KERNEL, checks], json.dumps(cells)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, input=cells_text, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+def shown(outputs: list[NotebookNode], kind: str) -> list[str]:
+    data: list[dict[str, Any]] = [one.get("data", {}) for one in outputs]
+    return [one[kind] for one in data if kind in one]
 
 
 @pytest.mark.slow
@@ -52,7 +42,13 @@ def test_the_notebook_trains_plots_evaluates_and_samples(tmp_path: Path) -> None
         "assert [len(row['completions']) for row in sampled.samples] == [2, 2, 2]\n"
         "assert _[0][0] == prompts[0]['prompt'], _"
     )
-    run_cells(["".join(cell["source"]) for cell in code], tmp_path, checks)
+    cells = ["".join(cell["source"]) for cell in code]
+    outputs = run_cells(cells, tmp_path, checks)
+    trained = outputs[next(place for place, cell in enumerate(cells) if "trueline.train(" in cell)]
+    panels = [text for text in shown(trained, "text/html") if "eta" in text]
+    assert len(panels) == 1 and "step 20/20" in panels[0]  # one panel, which the last step has drawn
+    live, last = shown(trained, "image/svg+xml")  # of live_plot, and the cell's value
+    assert live == last == next(tmp_path.rglob("curves.svg")).read_text()
 
 
 @pytest.mark.slow
@@ -60,4 +56,4 @@ def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
     page = (ROOT / "docs/python.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     assert len(blocks) == page.count("```") / 2
-    run_cells(blocks, tmp_path, "assert resumed.folder == run.folder and len(resumed.metrics) == 5")
+    run_cells(blocks, tmp_path, "assert resumed.folder == run.folder and len(followed.metrics) == 7 and rewards")

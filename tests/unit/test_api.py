@@ -133,9 +133,9 @@ def test_what_a_dictionary_of_rewards_means(monkeypatch: pytest.MonkeyPatch, tmp
     assert several.evaluation.data == "e.jsonl"
     assert (evaluation.evaluation.data, evaluation.reward.function) == ("held_out.jsonl", "exact")
     assert (sampling.samples, sampling.data.path, sampling.name) == (2, "p.jsonl", "n")
-    assert [(verb, how) for verb, _, how in seen[2:]] == [
-        ("eval", {"resume": False, "dry_run": True}),
-        ("generate", {"resume": False, "dry_run": False}),
+    assert [(verb, how["resume"], how["dry_run"]) for verb, _, how in seen[2:]] == [
+        ("eval", False, True),
+        ("generate", False, False),
     ]
 
 

@@ -209,7 +209,7 @@ def sample(
             keep_pictures(group[0].prompt, folder.path)
             file.add(row_of(left[place][0], group, scored=config.has_reward(), played=played))
             pace.add(group)
-            if interrupts.requested:
+            if interrupts.has_request():
                 break
     return pace.done == pace.progress.total
 

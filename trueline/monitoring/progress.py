@@ -1,11 +1,12 @@
-"""The progress of a run on the screen: a live panel in a terminal, plain lines elsewhere."""
+"""The progress of a run: a live panel in a terminal or a notebook, plain lines elsewhere, and who follows it."""
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from rich.columns import Columns
 from rich.console import Console
@@ -26,13 +27,53 @@ def shown_metrics(metrics: dict[str, float]) -> dict[str, str]:
     return {one.label: f"{metrics[one.name]:{one.form}}" for one in shown}
 
 
+@dataclass(slots=True, eq=False)
+class Follower:
+    """Python code that started a run: it hears of every step, and may ask the run to stop after one."""
+
+    tell: Callable[[dict[str, Any]], object] = lambda metrics: None
+    stops: bool = False
+
+
+class NotebookPanel:
+    """The panel below a notebook's cell: one display, which every step draws again."""
+
+    def __init__(self) -> None:
+        self.handle: Any = None
+
+    def start(self) -> None:
+        self.handle = None
+
+    def update(self, panel: Any) -> None:
+        from IPython.display import display  # noqa: PLC0415
+
+        if self.handle is None:
+            self.handle = display(panel, display_id=True)
+        else:
+            self.handle.update(panel)
+
+    def stop(self) -> None:
+        """Leave the panel as it is: a cell keeps what it has shown."""
+
+
 class Progress:
     """A context manager around the loop; what it prints is also written to the run's log."""
 
-    def __init__(self, title: str, total: int, console: Console | None = None, folder: RunFolder | None = None) -> None:
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        console: Console | None = None,
+        folder: RunFolder | None = None,
+        follower: Follower | None = None,
+    ) -> None:
         self.title, self.total, self.folder = title, total, folder
-        self.console = console or Console(highlight=False)
-        self.live = Live(console=self.console, refresh_per_second=4) if self.console.is_terminal else None
+        self.console, self.follower = console or Console(highlight=False), follower or Follower()
+        self.live: Live | NotebookPanel | None = None
+        if self.console.is_jupyter:
+            self.live = NotebookPanel()
+        elif self.console.is_terminal:
+            self.live = Live(console=self.console, refresh_per_second=4)
         self.first_step: int | None = None
         self.last_step, self.started = 0, time.monotonic()
 
@@ -74,6 +115,11 @@ class Progress:
         else:
             with suppress(OSError):
                 self.live.update(self.panel(step, metrics))
+        self.follower.tell({"step": step, **metrics})
+
+    def stops(self) -> bool:
+        """Tell whether the code that follows the run has asked for its end."""
+        return self.follower.stops
 
     def line(self, step: int, metrics: dict[str, float]) -> str:
         numbers = "  ".join(f"{label} {number}" for label, number in shown_metrics(metrics).items())

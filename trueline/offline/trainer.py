@@ -36,13 +36,14 @@ class SupervisedTrainer:
         order = train.order(config.seed, config.data.shuffle, state.rows)
         self.guard.watch()
         rescue = SaveOnFailure(state, [self.guard], lambda: self.save({}), self.checkpoints, self.watch, self.progress)
-        with self.progress, Interrupts(self.progress.note, config.checkpoint.save) as interrupts, rescue:
+        interrupts = Interrupts(self.progress.note, config.checkpoint.save, asked=self.progress.stops)
+        with self.progress, interrupts, rescue:
             self.care.begin(lambda: self.save({}))
             metrics = self.evaluate() if state.step == 0 else {}
             if metrics:
                 self.tracker.log(0, metrics)
                 self.progress.note(describe_start(metrics))
-            while state.step < plan.steps and not interrupts.requested:
+            while state.step < plan.steps and not interrupts.has_request():
                 rows = [next(order) for _ in range(config.samples_per_step)]
                 metrics = self.learn(rows)
                 state.step, state.rows, state.skipped_steps = state.step + 1, order.position, self.guard.skipped

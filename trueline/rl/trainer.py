@@ -76,7 +76,8 @@ class RLTrainer:
         for guard in self.guards():
             guard.watch()
         rescue = SaveOnFailure(state, self.guards(), lambda: self.save({}), self.checkpoints, self.watch, self.progress)
-        interrupts = Interrupts(self.progress.note, config.checkpoint.save, self.rollouts.loop.interrupt)
+        loop, stops = self.rollouts.loop, self.progress.stops
+        interrupts = Interrupts(self.progress.note, config.checkpoint.save, loop.interrupt, stops)
         with self.progress, interrupts, rescue:
             self.care.begin(lambda: self.save({}))
             self.publish()
@@ -84,7 +85,7 @@ class RLTrainer:
             if state.step < config.steps:
                 self.rollouts.start(state.version)
             with suppress(Interrupted):  # while sampling: the ledger keeps the prompts for a resumed run
-                while state.step < config.steps and not interrupts.requested:
+                while state.step < config.steps and not interrupts.has_request():
                     self.step(interrupts)
             self.save({})
             self.checkpoints.settle(wait=True)
@@ -97,7 +98,7 @@ class RLTrainer:
         groups, learns = self.sample(), self.policy_learns()
         with self.sharing.training():
             samples, metrics = self.train(groups)
-            describe, at_once = self.describe(samples), interrupts.requested
+            describe, at_once = self.describe(samples), interrupts.has_request()
             if early := at_once or self.save_due(self.state.step + 1) or self.acts_on_tokens():
                 metrics |= describe()
             metrics |= self.count_step(groups, samples, learns, metrics)

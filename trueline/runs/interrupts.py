@@ -11,14 +11,22 @@ from typing import Any, Self
 
 
 class Interrupts:
-    """Inside this context a first signal only sets `requested` and calls `break_off`."""
+    """Inside this context a first signal only requests the end and calls `break_off`."""
 
     def __init__(
-        self, note: Callable[[str], None], saves: bool = True, break_off: Callable[[], None] = lambda: None
+        self,
+        note: Callable[[str], None],
+        saves: bool = True,
+        break_off: Callable[[], None] = lambda: None,
+        asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.note, self.saves, self.break_off = note, saves, break_off
-        self.requested = False
+        self.note, self.saves, self.break_off, self.asked = note, saves, break_off, asked
+        self.signalled = False
         self.previous: dict[int, Any] = {}
+
+    def has_request(self) -> bool:
+        """Whether a signal has come, or the code that follows the run has asked for its end."""
+        return self.signalled or self.asked()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
@@ -31,9 +39,9 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.signalled:
             raise KeyboardInterrupt
-        self.requested = True
+        self.signalled = True
         self.break_off()
         how = "with" if self.saves else "without"
         text = f"stopping after the current update, {how} a checkpoint; interrupt again to stop at once"

@@ -14,7 +14,7 @@ from trueline.config.model import TrainingConfig
 from trueline.config.run import RunConfig
 from trueline.monitoring.findings import FINE, REFUSED, Finding
 from trueline.monitoring.heartbeat import WORK
-from trueline.monitoring.progress import Progress
+from trueline.monitoring.progress import Follower, Progress
 from trueline.monitoring.run_folder import RunFolder, default_name
 from trueline.monitoring.timing import START
 from trueline.monitoring.trackers import check_trackers
@@ -72,6 +72,7 @@ def launch(
     dry_run: bool = False,
     resume: bool = False,
     look: Callable[[Job], list[Finding]] = lambda job: [],
+    follower: Follower | None = None,
 ) -> int:
     """Name the run, plan it with `prepare`, and do it, or only print the plan; then report what `look` finds in it."""
     name = config.name or default_name(verb)
@@ -93,7 +94,7 @@ def launch(
         if not resume:
             folder.rewrite(movable(job.config), verb)
         found = found if resume else held.enter_context(folder.hold_lock())
-        progress = Progress(name, job.total, folder=folder)
+        progress = Progress(name, job.total, folder=folder, follower=follower)
         watch.move(folder.logs, progress.note)
         folder.write_plan(about, job.findings)
         progress.note(f"{about}\nrun        {folder.path}")
@@ -115,7 +116,7 @@ def launch(
                 with WORK.doing("phase", "plan"):
                     job = prepare(config.with_keys({"name": name}), Start(verb, folder, resume=True))
                 folder.rewrite(movable(job.config), verb)
-                progress = Progress(name, job.total, folder=folder)
+                progress = Progress(name, job.total, folder=folder, follower=follower)
 
 
 def movable(config: RunConfig) -> RunConfig:

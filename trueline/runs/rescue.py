@@ -112,7 +112,7 @@ class HealthAction:
         save()
         file = self.folder / GO_ON
         self.checkpoints.note(f"Paused: `touch {file}` continues the run, Ctrl-C ends it")
-        while not file.exists() and not interrupts.requested:
+        while not file.exists() and not interrupts.has_request():
             WORK.move()
             time.sleep(0.5)
         file.unlink(missing_ok=True)

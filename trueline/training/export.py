@@ -4,15 +4,17 @@ import json
 import shutil
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from trueline.config.base import ConfigError
+from trueline.config.model import ModelConfig
 from trueline.config.run import CheckpointConfig
 from trueline.files import UNFINISHED
-from trueline.models.loading import DTYPES
+from trueline.models.loading import DTYPES, load_model, load_tokenizer
 from trueline.models.lora import ADAPTER, SETTINGS, load_adapter, merged_model, save_adapter
 from trueline.models.weight_names import Named, WeightNames, described_model
 from trueline.monitoring.run_folder import RUNS, RunFolder
@@ -20,6 +22,7 @@ from trueline.training.checkpoints import MANIFEST, Checkpoints, save_tensors
 from trueline.training.engines.engine import AVERAGE
 from trueline.training.saving import FIXED, FORMAT, INDEX, MODEL, SavedState, shard_name, write_index
 
+ENDINGS = {"reward": "ForSequenceClassification", "steps": "ForTokenClassification"}  # of architectures, by head
 FILE_BYTES = 4 * 2**30  # of weights in a file
 
 
@@ -110,6 +113,22 @@ def write_masters(checkpoint: Path, folder: Path) -> None:
     if len(groups) > 1:
         owners = {name: number for number, names in enumerate(groups) for name in names}
         write_index(folder / Path(INDEX).name, owners, len(groups))
+
+
+def open_model(folder: Path, dtype: str | None, *, trust_remote_code: bool) -> tuple[Any, Any]:
+    """Load the model that a folder describes, an adapter merged into its base, and its tokenizer."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder: name a run, a checkpoint or a model")
+    if not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"{folder} has no weights: name a model, or write a run's with `trueline export`")
+    config = ModelConfig(path=str(folder), trust_remote_code=trust_remote_code)
+    wanted, tokenizer = DTYPES[dtype] if dtype else None, load_tokenizer(config)
+    if (folder / ADAPTER).is_file():
+        return merged_model(folder, wanted).eval(), tokenizer
+    described = json.loads((folder / "config.json").read_text())
+    kinds = (head for head, ending in ENDINGS.items() if str(described["architectures"][0]).endswith(ending))
+    stored = DTYPES[described.get("dtype") or "float32"]
+    return load_model(config, wanted or stored, next(kinds, "language")).eval(), tokenizer
 
 
 def write_adapter(folder: Path, averages: dict[str, Tensor], dtype: torch.dtype | None) -> None:

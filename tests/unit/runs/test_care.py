@@ -151,7 +151,7 @@ def test_a_pause_lasts_until_a_person_goes_on(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_a_pause(tmp_path: Path) -> None:
     patient = Patient(tmp_path, "pause")
-    patient.interrupts.requested = True
+    patient.interrupts.signalled = True
     patient.live()
 
 

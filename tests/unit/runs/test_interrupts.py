@@ -12,9 +12,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def test_the_first_interrupt_is_a_request_and_the_second_an_end(number: signal.Signals) -> None:
     notes: list[str] = []
     with Interrupts(notes.append) as interrupts:
-        assert not interrupts.requested
+        assert not interrupts.has_request()
         signal.raise_signal(number)
-        assert interrupts.requested
+        assert interrupts.has_request()
         assert len(notes) == 1
         assert "again" in notes[0]
         with pytest.raises(KeyboardInterrupt):
