@@ -29,7 +29,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 # Top first. A part imports itself and the parts of lower layers; the pairs below are the only neighbours that meet.
 LAYERS = (
     {"__init__", "api", "cli", "completion", "demo"},
-    {"verbs", "objects", "options", "cluster_address"},
+    {"verbs", "objects", "options", "cluster_address", "hub"},
     {"doctor", "report"},
     {"rl", "offline", "jobs"},
     {"runs"},

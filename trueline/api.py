@@ -300,9 +300,12 @@ def start(
 ) -> int:
     """Start a run, or print its plan, and return the exit status."""
     prepare_libraries(config)
+    from trueline.report.page import write_report  # noqa: PLC0415
     from trueline.runs.launch import launch  # noqa: PLC0415
 
     prepare = pkgutil.resolve_name(VERBS[verb].prepare)
+    follower = follower or Follower()
+    follower.write_report = lambda run, file: write_report({run.path.name: run}, file)
     START.end("libraries")
     return launch(config, verb, prepare, dry_run=dry_run, resume=resume, look=look_at, follower=follower)
 

@@ -189,6 +189,8 @@ def add_words(tools: dict[str, CommandParser]) -> None:
     export.add_argument("--merge", action="store_true", help="merge a LoRA into the weights")
     export.add_argument("--average", action="store_true", help="export the moving average of the weights")
     export.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: as trained")
+    export.add_argument("--push-to-hub", metavar="OWNER/NAME", help="also upload it to the Hub, as a private model")
+    export.add_argument("--public", action="store_true", help="with --push-to-hub: let everybody see a new one")
     runs = f"folder of a run, or its name in runs/; several, or a folder of runs, are compared; {LATEST}"
     (report := tools["report"]).set_defaults(run=run_report)
     report.add_argument("of", nargs="*", metavar="RUN", help=runs)
@@ -255,10 +257,18 @@ def try_reward(options: argparse.Namespace) -> int:
 
 def run_export(options: argparse.Namespace) -> int:
     quiet_libraries()
-    from trueline.training.export import export  # noqa: PLC0415
+    from trueline.hub import push  # noqa: PLC0415
+    from trueline.report.card import write_card  # noqa: PLC0415
+    from trueline.training.export import export, find_checkpoint  # noqa: PLC0415
 
+    if options.public and not options.push_to_hub:
+        raise ConfigError("--public needs --push-to-hub OWNER/NAME: give both, or neither")
     how = {"merge": options.merge, "average": options.average, "dtype": options.dtype}
-    say(f"written: {export(options.source, options.target, **how)}")
+    written = export(options.source, options.target, **how)
+    write_card(find_checkpoint(options.source), written, lambda verb: usual_config(verb).model_dump(mode="json"))
+    say(f"written: {written}")
+    if options.push_to_hub:
+        say(f"pushed:  {push(written, options.push_to_hub, public=options.public)}")
     return 0
 
 
@@ -330,13 +340,18 @@ def run_demo(options: argparse.Namespace) -> int:
     return run(options.folder or RUNS / default_name("demo"), options.seed, options.steps)
 
 
+def usual_config(verb: str) -> RunConfig:
+    """Return the keys of a verb as they are if nobody sets them."""
+    return VERBS[verb].kind.parse(VERBS[verb].defaults)
+
+
 def show_config(options: argparse.Namespace) -> int:
     verb, *words = options.of or ["grpo"]
     every = [*VERBS, "serve-reward"]
     if verb not in every:
         about = "" if suggest_verbs(verb, every) else f"; keys about a word: `trueline config grpo {verb}`"
         raise ConfigError(unknown_verb(verb, every) + about)
-    config: Config = VERBS[verb].kind.parse(VERBS[verb].defaults) if verb in VERBS else ServingConfig()
+    config: Config = usual_config(verb) if verb in VERBS else ServingConfig()
     wanted = [word.lower() for word in (*words, *options.filter)]
     keys = [key for key in config.leaves() if all(word in f"{key.path} {key.meaning}".lower() for word in wanted)]
     if not keys:

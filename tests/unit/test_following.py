@@ -69,6 +69,21 @@ def test_an_error_of_the_function_ends_the_run_and_loses_no_step(verb: str, smal
     assert trueline.train(verb, name="run", folder=small["folder"], resume=True).status == 0
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_tracker_keeps_keys_and_report_of_a_whole_run(
+    verb: str, small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{small['folder']}/mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    small["monitoring"] = {"tensorboard": False, "mlflow": "tried"}
+    run = trueline.train(verb, steps=1, **VERBS[verb], **small)
+    [found] = mlflow.MlflowClient().search_runs([mlflow.get_experiment_by_name("tried").experiment_id])
+    assert found.info.run_name == "run" and found.data.params["training.learning_rate"] == "0.001"
+    report = Path(found.info.artifact_uri.removeprefix("file://")) / "report.html"
+    assert report.read_bytes() == (run.folder / "report.html").read_bytes() and b"loss" in report.read_bytes()
+
+
 def test_a_run_that_goes_back_is_followed_on(tmp_path: Path) -> None:
     heard: list[int] = []
 

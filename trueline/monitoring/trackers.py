@@ -1,5 +1,6 @@
-"""Write a run's metrics: as JSON lines always, and to every chosen tracker."""
+"""Write a run's metrics: as JSON lines always, and to every chosen tracker, with keys, completions and the report."""
 
+import html
 import importlib.util
 import itertools
 import json
@@ -8,7 +9,7 @@ import pkgutil
 import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,20 +20,26 @@ from trueline.config.run import MonitoringConfig
 from trueline.files import UNFINISHED, parse_line, read_rows, write_once
 from trueline.monitoring.events import Events
 from trueline.monitoring.metrics import METRICS
-from trueline.monitoring.run_folder import PICTURES, RunFolder
+from trueline.monitoring.run_folder import PICTURES, RunFolder, read_config
 
 Note = Callable[[str], object]
 Ids = Mapping[str, str]  # of a run in its trackers, by their keys
 NEW: Ids = {}  # a run that no tracker has
 NO_PICTURES: Mapping[str, bytes] = {}
+REPORT = "report.html"  # in the folder of a run, if a tracker keeps it
+COLUMNS = ("step", "purpose", "prompt", "reply", "label", "reward", "outcome")  # of the tables of completions
+LONGEST = 20_000  # characters of a cell
 WANDB_REMEDY = "run `wandb login`, or set WANDB_MODE=offline to keep it on this disk"
 MLFLOW_REMEDY = "check MLFLOW_TRACKING_URI, which names the server or folder"
+MOST_PARAMETERS, MOST_IN_PARAMETER = 100, 500  # that MLflow takes in a call, and their characters
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTracker:
     write: Callable[[int, dict[str, float]], object]
+    show: Callable[[int, list[list[Any]]], object]  # rows of a table with COLUMNS
     run_id: str = ""  # by which a resumed run is found again
+    keep: Callable[[str], object] | None = None  # a file of the run, where the tracker keeps files
     close: Callable[[], object] = lambda: None
 
 
@@ -40,11 +47,19 @@ class OpenTracker:
 class TrackerRow:
     """A tracker: how to open it, and the error of an unreachable server; its key is the name of its package."""
 
-    # Of the package, the run's folder, the key's value, the run's id there (None: it is new) and the step to resume.
-    open: Callable[[Any, Path, Any, str | None, int], OpenTracker]
+    open: Callable[[Any, "TrackedRun"], OpenTracker]  # with the package
     install: str  # what pip installs
     failures: tuple[str, ...] = ()  # exceptions of the package; OSError is one everywhere
     remedy: str = "check its permissions and the space on the disk"
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedRun:
+    folder: Path
+    project: Any  # value of the tracker's key
+    run_id: str | None  # there; None: it is new
+    resume_step: int
+    keys: dict[str, str]  # its configuration, flat and without passwords
 
 
 class Tracker:
@@ -63,17 +78,22 @@ class Tracker:
         self.events: Events | None = None  # of runs that train
         self.opened: dict[str, OpenTracker] = {}
         self.scalars: list[Sink] = []
+        self.tables: list[Sink] = []
+        self.keepers: list[Sink] = []
+        keys = read_config(folder.config)
         for file in (folder.metrics, folder.transcripts):
             self._sink(file)
         for key, project in chosen.items():
             row, package, run_id = TRACKERS[key], importlib.import_module(key), run_ids.get(key)
             failures = (OSError, *map(pkgutil.resolve_name, row.failures))
             try:
-                one = row.open(package, folder.path, project, run_id, resume_step)
+                one = row.open(package, TrackedRun(folder.path, project, run_id, resume_step, keys))
             except failures as error:
                 raise ConfigError(f"monitoring.{key}={project}: {error}; {row.remedy}") from error
             self.opened[key] = one
             self.scalars.append(Sink(one.write, key, note, failures))
+            self.tables.append(Sink(one.show, f"{key}'s table", note, failures))
+            self.keepers += [Sink(one.keep, f"{key}'s report", note, (*failures, ConfigError))] if one.keep else []
         self.run_ids = {key: one.run_id for key, one in self.opened.items() if one.run_id}
 
     def _sink(self, file: Path) -> "Sink":
@@ -98,12 +118,21 @@ class Tracker:
             self.pictures.put(self.folder.path / name, content)
         for transcript in transcripts:
             self._sink(self.folder.transcripts).put(compact({"step": step, **transcript}))
+        rows = [[cell({"step": step, **transcript}.get(name)) for name in COLUMNS] for transcript in transcripts]
+        for sink in self.tables if rows else ():
+            sink.put(step, rows)
 
     def account(self, step: int, fates: dict[str, list[int]]) -> None:
         self._sink(self.folder.ledger).put(json.dumps({"step": step, **fates}))
 
-    def close(self) -> None:
-        for sink in (*self.files.values(), self.pictures, *self.scalars):
+    def close(self, write_report: Callable[[RunFolder, Path], object] | None = None) -> None:
+        """Give the run's report to the trackers that keep files, and close all."""
+        file = self.folder.path / REPORT
+        if write_report is not None and self.keepers:
+            Sink(write_report, REPORT, self.note, (OSError, ConfigError)).put(self.folder, file)
+        for sink in self.keepers if file.is_file() else ():
+            sink.put(str(file))
+        for sink in (*self.files.values(), self.pictures, *self.scalars, *self.tables):
             rows, were = ("1 row", "was") if sink.lost == 1 else (f"{sink.lost} rows", "were")
             if sink.lost:
                 self.note(f"warning: {rows} of {sink.name} {were} lost")
@@ -115,6 +144,11 @@ class Tracker:
 
 def compact(row: dict[str, Any]) -> str:
     return json.dumps(row, ensure_ascii=False, default=str, separators=(",", ":"))
+
+
+def cell(value: Any) -> Any:
+    """Return what a table of completions shows of a value."""
+    return value if value is None or isinstance(value, int | float) else str(value)[:LONGEST]
 
 
 class Sink:
@@ -193,13 +227,14 @@ def first_again(step: int) -> int:
     return step + 1 if step else 0
 
 
-def open_board(_: Any, run: Path, project: Any, run_id: str | None, resume_step: int) -> OpenTracker:
+def open_board(_: Any, tracked: TrackedRun) -> OpenTracker:
     """Append to an event file, hiding what comes again; not in torch's thread, so a full disk does not end the run."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # noqa: PLC0415  (seconds to import)
     from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
+    from tensorboard.plugins.text.summary_v2 import text_pb  # noqa: PLC0415
     from tensorboard.summary.writer.record_writer import RecordWriter  # noqa: PLC0415
 
-    (folder := run / "tensorboard").mkdir(exist_ok=True)
+    (folder := tracked.folder / "tensorboard").mkdir(exist_ok=True)
     now = time.time_ns()
     file = RecordWriter(AppendedFile(folder / f"events.out.tfevents.{now // 10**9:010d}.{socket.gethostname()}.{now}"))
 
@@ -210,32 +245,68 @@ def open_board(_: Any, run: Path, project: Any, run_id: str | None, resume_step:
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         write(step=step, summary=Summary(value=values))
 
+    def show(step: int, rows: list[list[Any]], columns: Sequence[str] = COLUMNS, tag: str = "completions") -> None:
+        write(step=step, summary=text_pb(tag, markdown_table(columns, rows)))
+
     write(file_version="brain.Event:2")
-    write(step=first_again(resume_step), session_log=SessionLog(status=SessionLog.START))
-    return OpenTracker(add)
+    write(step=(first := first_again(tracked.resume_step)), session_log=SessionLog(status=SessionLog.START))
+    show(first, [list(pair) for pair in tracked.keys.items()], ("key", "value"), "configuration")
+    return OpenTracker(add, show)
 
 
-def open_wandb(wandb: Any, folder: Path, project: Any, run_id: str | None, _: int) -> OpenTracker:
-    run = wandb.init(project=project, name=folder.name, dir=folder, id=run_id, resume="allow")
+def markdown_table(columns: Sequence[str], rows: list[list[Any]]) -> str:
+    """Return a table in Markdown; a cell's own lines and bars stay inside it."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    clean = [[html.escape(str(one)).replace("|", "&#124;").replace("\n", "<br>") for one in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in clean)
+
+
+def open_wandb(wandb: Any, tracked: TrackedRun) -> OpenTracker:
+    name = tracked.folder.name
+    where = {"project": tracked.project, "name": name, "dir": tracked.folder, "id": tracked.run_id}
+    run = wandb.init(**where, config=tracked.keys, resume="allow", allow_val_change=True)
     for one in METRICS:
         if one.better and ".+" not in one.pattern():
             run.define_metric(one.name, summary={"higher": "max", "lower": "min"}[one.better])
-    return OpenTracker(lambda step, row: run.log(row, step=step), str(run.id), run.finish)
+
+    def show(step: int, rows: list[list[Any]]) -> None:
+        table = wandb.Table(columns=list(COLUMNS), data=rows, allow_mixed_types=True)
+        run.log({f"completions/{rows[0][1]}": table}, step=step)
+
+    def keep(file: str) -> None:
+        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "_", f"{name}-report"), type="report")
+        artifact.add_file(file)
+        run.log_artifact(artifact)
+
+    return OpenTracker(lambda step, row: run.log(row, step=step), show, str(run.id), keep, run.finish)
 
 
-def open_mlflow(mlflow: Any, folder: Path, project: Any, run_id: str | None, _: int) -> OpenTracker:
-    mlflow.set_experiment(project)
-    run = mlflow.start_run(run_id=run_id, run_name=folder.name)
+def open_mlflow(mlflow: Any, tracked: TrackedRun) -> OpenTracker:
+    mlflow.set_experiment(tracked.project)
+    run = mlflow.start_run(run_id=tracked.run_id, run_name=tracked.folder.name)
+    known = run.data.params  # which cannot be changed
+    new = [(name, value[:MOST_IN_PARAMETER]) for name, value in tracked.keys.items() if name not in known]
+    for start in range(0, len(new), MOST_PARAMETERS):
+        mlflow.log_params(dict(new[start : start + MOST_PARAMETERS]))
 
     def add(step: int, row: dict[str, float]) -> None:
         mlflow.log_metrics({re.sub(r"[^\w./ -]", "_", name): value for name, value in row.items()}, step=step)
 
-    return OpenTracker(add, run.info.run_id, mlflow.end_run)
+    def show(step: int, rows: list[list[Any]]) -> None:
+        columns = {name: [row[place] for row in rows] for place, name in enumerate(COLUMNS)}
+        mlflow.log_dict(columns, f"completions/{rows[0][1]}_step_{step:06d}.json")
+
+    return OpenTracker(add, show, run.info.run_id, mlflow.log_artifact, mlflow.end_run)
 
 
-def open_trackio(trackio: Any, folder: Path, project: Any, run_id: str | None, _: int) -> OpenTracker:
-    trackio.init(project=project, name=folder.name, resume="allow")
-    return OpenTracker(lambda step, row: trackio.log(row, step=step), close=trackio.finish)
+def open_trackio(trackio: Any, tracked: TrackedRun) -> OpenTracker:
+    trackio.init(project=tracked.project, name=tracked.folder.name, config=tracked.keys, resume="allow")
+
+    def show(step: int, rows: list[list[Any]]) -> None:
+        trackio.log({f"completions/{rows[0][1]}": trackio.Table(columns=list(COLUMNS), data=rows)}, step=step)
+
+    add = lambda step, row: trackio.log(row, step=step)  # noqa: E731
+    return OpenTracker(add, show, keep=trackio.log_artifact, close=trackio.finish)
 
 
 def check_trackers(config: MonitoringConfig) -> dict[str, Any]:

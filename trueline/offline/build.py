@@ -57,7 +57,7 @@ def supervised_trainer(plan: SupervisedPlan, folder: RunFolder, progress: Progre
         if config.checkpoint.save:
             prepare_saving([model])
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
-        stack.callback(tracker.close)
+        stack.callback(tracker.close, progress.follower.write_report)
         tracker.follow(Events(folder.logs))
         state.tracker, state.data = tracker.run_ids, data
         guard = UpdateMonitor(model, config.training, progress.report)

@@ -2,7 +2,6 @@
 
 import base64
 import difflib
-import json
 import math
 import os
 import re
@@ -13,11 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
-import yaml
-
 from trueline.config.base import ConfigError
 from trueline.files import UNFINISHED, Row, parse_line
-from trueline.monitoring.run_folder import PICTURES, RUNS, RunFolder
+from trueline.monitoring.run_folder import PICTURES, RUNS, RunFolder, read_config, without_password
 
 Kept = TypeVar("Kept")
 
@@ -27,7 +24,6 @@ MOST_FAILURES = 20  # of one run
 RESULTS = {"eval": ("evaluation.json", "transcripts.jsonl"), "generate": ("summary.json", "samples.jsonl")}
 ROUNDS = ("raft", "iterative_dpo")
 PICTURE = re.compile(rf"{PICTURES}/[0-9a-f]+\.(jpeg|png)")  # a transcript may name nothing else
-PASSWORD = re.compile(r"(\w://)[^/\s@]+@")  # in an address
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +117,7 @@ class ReportedRun:
 
     verb: str
     config: dict[str, str]  # every key by its path, with its value as text
+    versions: dict[str, str]  # of the libraries that computed it
     plan: str  # its text: machine, models, algorithm, batches
     findings: list[Row]
     failures: list[dict[str, str]]
@@ -135,9 +132,10 @@ class ReportedRun:
         folder = self.folder
         self.rows, self.ledger, self.events = (file.read() for file in self.files)
         self.transcripts = self.transcript_file.read()
-        plan = parse_line(folder.plan.read_bytes()) if folder.plan.is_file() else None
+        plan = (parse_line(folder.plan.read_bytes()) if folder.plan.is_file() else None) or {}
         self.verb, self.config = folder.verb() if folder.config.is_file() else "", read_config(folder.config)
-        self.plan = without_password(str((plan or {}).get("text", "")))
+        self.plan = without_password(str(plan.get("text", "")))
+        self.versions = plan.get("versions", {})
         self.findings = [{"step": step, **one.row()} for step, one in folder.read_findings()]
         self.failures = read_failures(folder.path / FAILURES)
         return self
@@ -193,28 +191,6 @@ class GrowingRows(Generic[Kept]):
 def rows_of(text: bytes) -> list[Row]:
     found = map(parse_line, text.split(b"\n"))
     return [row for row in found if row is not None and isinstance(row.get("step"), int)]
-
-
-def read_config(file: Path) -> dict[str, str]:
-    try:
-        tree = yaml.safe_load(file.read_text(errors="replace")) if file.is_file() else {}
-    except yaml.YAMLError as error:
-        return {file.name: f"cannot be read: {error}"}
-    return {path: without_password(text) for path, text in flatten(tree)}
-
-
-def flatten(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the path of each leaf of a tree, with its value as text."""
-    if isinstance(value, dict) and (value or not path):
-        for key, inner in value.items():
-            yield from flatten(inner, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def without_password(text: str) -> str:
-    """Remove passwords from addresses: a report is passed on, a run's folder is not."""
-    return PASSWORD.sub(r"\1", text)
 
 
 def read_failures(folder: Path) -> list[dict[str, str]]:

@@ -94,7 +94,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         if config.checkpoint.save:
             prepare_saving(list(models.trained_models().values()))
         tracker = Tracker(folder, config.monitoring, state.step, state.tracker, progress.note)
-        stack.callback(tracker.close)
+        stack.callback(tracker.close, progress.follower.write_report)
         tracker.follow(Events(folder.logs))
         state.tracker, state.data = tracker.run_ids, data
         guard = UpdateMonitor(models.policy, config.training, progress.report)

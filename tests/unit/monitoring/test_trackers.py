@@ -1,5 +1,7 @@
 import importlib.util
 import json
+import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ from tests.support.memory import memory_counted
 from trueline.config.base import ConfigError
 from trueline.config.run import MonitoringConfig
 from trueline.monitoring.run_folder import RunFolder
-from trueline.monitoring.trackers import TRACKERS, AppendedFile, Tracker, check_trackers, keep_until
+from trueline.monitoring.trackers import COLUMNS, REPORT, TRACKERS, AppendedFile, Tracker, check_trackers, keep_until
 
 QUIET = MonitoringConfig(tensorboard=False)
+KEYS = "steps: 4\ndata:\n  path: http://me:secret@host/a\n"
+SHOWN = {"purpose": "train", "prompt": "1|2", "reply": "a\n<b>", "reward": 0.5, "outcome": "scored", "entropy": 1.0}
+TABLED = [3, "train", "1|2", "a\n<b>", None, 0.5, "scored"]
 
 
 @pytest.fixture
@@ -30,6 +35,12 @@ def losses_on_the_board(folder: RunFolder) -> list[tuple[int, float]]:
     events = EventAccumulator(str(folder.path / "tensorboard"))
     events.Reload()
     return [(event.step, event.value) for event in events.Scalars("loss")]
+
+
+def write_everything(tracker: Tracker, step: int) -> None:
+    tracker.log(step, {"loss": 0.5})
+    tracker.show(step, [SHOWN])
+    tracker.close(lambda folder, file: file.write_text(f"report of {folder.path.name}"))
 
 
 def write_run(folder: RunFolder, steps: range, reply: str = "größe", resume: int = 0) -> None:
@@ -111,8 +122,9 @@ def test_a_full_disk_costs_rows_and_not_the_run(folder: RunFolder) -> None:
             tracker.log(step, {"loss": 0.5})
             tracker.show(step, [{"reply": "x"}] * 2)
     assert [file.stat().st_size for file in files] == sizes
-    assert len(notes) == 3
-    for name, note in zip(("metrics.jsonl", "tensorboard", "transcripts.jsonl"), notes, strict=True):
+    assert len(notes) == 4
+    names = ("metrics.jsonl", "tensorboard", "transcripts.jsonl", "tensorboard's table")
+    for name, note in zip(names, notes, strict=True):
         assert note.startswith(f"warning: {name} cannot be written (") and "File too large" in note
     tracker.log(4, {"loss": 0.25})
     tracker.show(4, [{"reply": "y"}])
@@ -120,9 +132,9 @@ def test_a_full_disk_costs_rows_and_not_the_run(folder: RunFolder) -> None:
     assert [line["step"] for line in lines(folder.metrics)] == [1, 4]
     assert [line["step"] for line in lines(folder.transcripts)] == [1, 4]
     assert losses_on_the_board(folder) == [(1, 0.5), (4, 0.25)]
-    assert notes[3:] == [
+    assert notes[4:] == [
         f"warning: {count} rows of {name} were lost"
-        for count, name in ((2, "metrics.jsonl"), (4, "transcripts.jsonl"), (2, "tensorboard"))
+        for count, name in ((2, names[0]), (4, names[2]), (2, names[1]), (2, names[3]))
     ]
 
 
@@ -172,20 +184,60 @@ def test_tensorboard_forgets_the_steps_that_come_again(folder: RunFolder) -> Non
     assert losses_on_the_board(folder) == [(1, 0), (2, 0), (3, 2)]
 
 
+def test_tensorboard_gets_keys_and_completions_as_text(folder: RunFolder) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder.config.write_text(KEYS)
+    write_everything(Tracker(folder, MonitoringConfig()), 3)
+    assert not (folder.path / REPORT).exists()  # TensorBoard keeps no files
+    events = EventAccumulator(str(folder.path / "tensorboard"))
+    events.Reload()
+    texts = {tag: events.Tensors(tag)[0] for tag in ("configuration", "completions")}
+    keys, rows = (one.tensor_proto.string_val[0].decode() for one in texts.values())
+    assert "| data.path | http://host/a |" in keys and "secret" not in keys and texts["completions"].step == 3
+    assert rows.splitlines()[2] == "| 3 | train | 1&#124;2 | a<br>&lt;b&gt; | None | 0.5 | scored |"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_wandb_keeps_the_id_of_a_run_that_goes_on(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"MODE": "offline", "SILENT": "true", "CONSOLE": "off", "DISABLE_GIT": "true", "_DISABLE_STATS": "true"}
     for name, value in settings.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
+    folder.config.write_text(KEYS)
     config = MonitoringConfig(tensorboard=False, wandb="project")
     tracker = Tracker(folder, config, resume_step=2, run_ids={"wandb": "k3pt1d00"})
-    tracker.log(3, {"loss": 0.5})
-    tracker.close()
+    write_everything(tracker, 3)
     assert tracker.run_ids == {"wandb": "k3pt1d00"}
     (file,) = (folder.path / "wandb").glob("offline-run-*/*.wandb")
     assert "k3pt1d00" in file.name
     assert lines(folder.metrics) == [{"step": 3, "loss": 0.5}]
+    (table,) = file.parent.rglob("media/table/completions/*.json")
+    found = json.loads(table.read_text())
+    assert found["columns"] == list(COLUMNS) and found["data"] == [TABLED]
+    records: list[Any] = []
+    while not any(record.HasField("exit") for record in records):  # W&B's service writes on for a moment
+        time.sleep(0.1)
+        records = wandb_records(file)
+    keys = {one.key or one.nested_key[0]: one.value_json for record in records for one in record.run.config.update}
+    assert keys["data.path"] == '"http://host/a"'
+    assert [record.artifact.type for record in records if record.HasField("artifact")][-1] == "report"
+
+
+def wandb_records(file: Path) -> list[Any]:
+    """Read an offline run: blocks of pieces, each behind its checksum, size and kind (whole, first, middle, last)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, place, found, parts = file.read_bytes(), 7, [], b""
+    while place + 7 <= len(data):
+        if (left := 2**15 - place % 2**15) < 7:  # too little for another piece
+            place += left
+            continue
+        size, kind = struct.unpack("<HB", data[place + 4 : place + 7])
+        parts = data[place + 7 : place + 7 + size] if kind in (1, 2) else parts + data[place + 7 : place + 7 + size]
+        found += [Record.FromString(parts)] if kind in (1, 4) else []
+        place += 7 + size
+    return found
 
 
 REAL = pytest.mark.skipif(
@@ -225,6 +277,39 @@ def test_mlflow_gets_every_number_and_finds_a_resumed_run_again(stores: RunFolde
 
 
 @REAL
+def test_mlflow_gets_keys_completions_and_the_report(stores: RunFolder) -> None:
+    """Also of a resumed run with other keys: MLflow keeps the first value of each."""
+    import mlflow
+
+    config, notes, many = MonitoringConfig(tensorboard=False, mlflow="sums"), [], {f"key_{n}": n for n in range(150)}
+    stores.config.write_text(KEYS + json.dumps(many)[1:-1].replace(", ", "\n").replace('"', ""))
+    tracker = Tracker(stores, config, note=notes.append)
+    write_everything(tracker, 3)
+    stores.config.write_text(KEYS.replace("4", "9") + "more: 1\n")
+    again = Tracker(stores, config, 3, tracker.run_ids, note=notes.append)
+    again.close(lambda folder, file: 1 / 0 if not file.exists() else None)
+    run = mlflow.get_run(tracker.run_ids["mlflow"])
+    assert run.data.params == {"steps": "4", "data.path": "http://host/a", "more": "1"} | {
+        key: str(value) for key, value in many.items()
+    }
+    kept = {one.path for one in mlflow.MlflowClient().list_artifacts(run.info.run_id)}
+    assert kept == {"completions", "report.html"} and notes == []
+    rows = mlflow.artifacts.load_dict(f"{run.info.artifact_uri}/completions/train_step_000003.json")
+    assert list(rows) == list(COLUMNS) and [column[0] for column in rows.values()] == TABLED
+
+
+@REAL
+def test_what_a_tracker_refuses_costs_no_run(stores: RunFolder) -> None:
+    def fail(folder: RunFolder, file: Path) -> None:
+        raise OSError("the disk is full")
+
+    notes: list[str] = []
+    tracker = Tracker(stores, MonitoringConfig(tensorboard=False, mlflow="sums"), note=notes.append)
+    tracker.close(fail)
+    assert notes == ["warning: report.html cannot be written (the disk is full); the run continues, its rows are lost"]
+
+
+@REAL
 def test_a_tracker_that_cannot_be_reached_is_refused(stores: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     import mlflow
 
@@ -238,14 +323,29 @@ def test_a_tracker_that_cannot_be_reached_is_refused(stores: RunFolder, monkeypa
 def test_trackio_gets_every_number_of_a_run_and_of_its_resumption(stores: RunFolder) -> None:
     import sqlite3
 
+    stores.config.write_text(KEYS)
     for resume, step in ((0, 1), (1, 2)):
         tracker = Tracker(stores, MonitoringConfig(tensorboard=False, trackio="mine"), resume)
         tracker.log(step, {"loss": step / 4})
-        tracker.close()
+        tracker.show(step, [SHOWN])
+        tracker.close(lambda folder, file: file.write_text("report"))
     (file,) = (stores.path.parent / "trackio").glob("mine*.db")
     with sqlite3.connect(file) as store:
         rows = store.execute("select run_name, step, metrics from metrics order by step").fetchall()
-    assert [(name, step, json.loads(row)["loss"]) for name, step, row in rows] == [("run", 1, 0.25), ("run", 2, 0.5)]
+        keys = store.execute("select config from configs").fetchone()
+    found = [(name, step, json.loads(row)) for name, step, row in rows]
+    assert [(name, step, row["loss"]) for name, step, row in found if "loss" in row] == [
+        ("run", 1, 0.25),
+        ("run", 2, 0.5),
+    ]
+    tables = [row["completions/train"]["_value"] for _, _, row in found if "completions/train" in row]
+    assert [list(table[0].values()) for table in tables] == [[1, *TABLED[1:]], [2, *TABLED[1:]]]
+    assert json.loads(keys[0])["data.path"] == "http://host/a"
+    assert any(
+        one.read_text() == "report"
+        for one in (stores.path.parent / "trackio").rglob("*")
+        if one.is_file() and one.suffix not in (".db", ".lock") and "db-" not in one.name
+    )
 
 
 def test_a_tracker_that_is_not_installed_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
