@@ -1,6 +1,6 @@
 """Advantage estimators: each fills `advantages` of a step's samples, zero on tokens that were not sampled."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -108,7 +108,16 @@ def leave_one_out(samples: list[Sample], config: AlgorithmConfig) -> None:
 @entry("mean of the step's completions", needs=("batch",), reads=("credit",))
 def batch_mean(samples: list[Sample], config: AlgorithmConfig) -> None:
     """Subtract the batch's mean from the reward: REINFORCE with a baseline (Williams, 1992), for single completions."""
-    compare([episodes_of(samples)], config, lambda rewards: rewards - rewards.mean())
+    compare([episodes_of(own) for own in by_role(samples)], config, lambda rewards: rewards - rewards.mean())
+
+
+@entry("moving average of the role's rewards in the steps before", reads=("baseline_decay",))
+def moving_average(samples: list[Sample], config: AlgorithmConfig) -> None:
+    """Subtract the moving average of the role's rewards: role-conditioned advantages, as SPIRAL (arXiv:2506.24119).
+
+    Here it is the average before the step, so that no completion is part of its own baseline.
+    """
+    greedy_baseline.function(samples, config)  # the controller has put either of them into `baseline`
 
 
 @entry("reward of the greedy completion", needs=("greedy",))
@@ -119,7 +128,17 @@ def greedy_baseline(samples: list[Sample], config: AlgorithmConfig) -> None:
 
 
 ADVANTAGES: dict[str, Estimator] = table_of(
-    gae, reinforce, group_norm, gdpo, group_mean, maxrl, leave_one_out, greedy_baseline, batch_mean, teacher
+    gae,
+    reinforce,
+    group_norm,
+    gdpo,
+    group_mean,
+    maxrl,
+    leave_one_out,
+    greedy_baseline,
+    batch_mean,
+    moving_average,
+    teacher,
 )
 
 
@@ -131,7 +150,8 @@ def assign_advantages(samples: list[Sample], config: AlgorithmConfig) -> None:
     if "critic" in estimator.needs and not is_filled(samples[0], "returns"):
         raise ConfigError(f"algorithm.advantage={config.advantage} needs a critic but sets no targets: fill `returns`")
     if config.whiten:
-        whiten(samples)
+        for own in by_role(samples):
+            whiten(own)
     if config.needs_entropy():
         keep_uncertain(samples, config.top_entropy_share)
 
@@ -176,18 +196,25 @@ def keep_uncertain(samples: list[Sample], share: float) -> None:
 
 
 def groups_of(samples: list[Sample]) -> list[list[Episode]]:
-    groups: dict[int, list[Sample]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group, []).append(sample)
-    return [episodes_of(members) for members in groups.values()]
+    """Return the episodes of each group; where they have several roles, those of each role."""
+    members = divide(samples, lambda sample: (sample.group, sample.role))
+    return [episodes_of(some) for some in members]
 
 
 def episodes_of(samples: list[Sample]) -> list[Episode]:
-    """Return the sequences of each episode."""
-    episodes: dict[int, Episode] = {}
+    """Return the sequences of each episode and role: to estimators, a role of an episode is an episode."""
+    return divide(samples, Sample.whose)
+
+
+def by_role(samples: list[Sample]) -> list[list[Sample]]:
+    return divide(samples, lambda sample: sample.role)
+
+
+def divide(samples: list[Sample], key: Callable[[Sample], Hashable]) -> list[list[Sample]]:
+    found: dict[Hashable, list[Sample]] = {}
     for sample in samples:
-        episodes.setdefault(sample.whose(), []).append(sample)
-    return list(episodes.values())
+        found.setdefault(key(sample), []).append(sample)
+    return list(found.values())
 
 
 def compare(groups: list[list[Episode]], config: AlgorithmConfig, estimate: GroupBaseline) -> None:

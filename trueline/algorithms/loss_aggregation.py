@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from trueline.algorithms.entries import Entry, entry, table_of
+from trueline.data.types import Whose
 
 Aggregation = Entry[[list[int], int], list[float]]  # sampled tokens of each episode, token budget -> weights
 
@@ -52,14 +53,14 @@ class Weighted(Protocol):
     filtered: bool
     weight: float
 
-    def whose(self) -> int: ...
+    def whose(self) -> Whose: ...
 
     def sampled_tokens(self) -> int: ...
 
 
 def set_weights(samples: Sequence[Weighted], loss_aggregation: str, budget: int) -> None:
-    """Set the weight of every sample; filtered samples have none. Sequences of one episode count as one."""
-    counts: dict[int, int] = {}  # by episode
+    """Set the weight of every sample; filtered samples have none. Sequences of one episode and role count as one."""
+    counts: dict[Whose, int] = {}
     for sample in samples:
         if not sample.filtered:
             counts[sample.whose()] = counts.get(sample.whose(), 0) + sample.sampled_tokens()

@@ -7,7 +7,7 @@ from statistics import fmean
 from torch import Tensor
 
 from trueline.config.algorithm import AlgorithmConfig, KLConfig, ShapingConfig
-from trueline.data.types import Sample
+from trueline.data.types import Sample, Whose
 
 KL_ERROR_LIMIT = 0.2
 
@@ -15,7 +15,7 @@ KL_ERROR_LIMIT = 0.2
 def shape_rewards(samples: list[Sample], config: AlgorithmConfig, max_new_tokens: int, kl_coefficient: float) -> None:
     """Fill `reward`, `token_rewards` and `filtered` from task rewards and log-probs."""
     coefficient, shaping = kl_coefficient if config.kl.place == "reward" else 0.0, config.shaping
-    lengths, penalties = Counter[int](), defaultdict[int, float](float)  # of whole episodes
+    lengths, penalties = Counter[Whose](), defaultdict[Whose, float](float)  # of whole episodes, or of roles in them
     for sample in samples:
         lengths[sample.whose()] += sample.sampled_tokens()
     for sample in samples:

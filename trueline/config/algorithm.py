@@ -110,7 +110,7 @@ class AlgorithmConfig(Config):
     preset: str = "grpo"
     """Named algorithm; it fills every key of this section that you do not set."""
     advantage: OwnFunction = "group_norm"
-    """gae, reinforce, group_norm, gdpo, group_mean, maxrl, leave_one_out, greedy_baseline, batch_mean, teacher, own."""
+    """gae, reinforce, group_norm, leave_one_out, moving_average or another of docs/algorithms.md, or your own function."""
     loss: OwnFunction = "ppo_clip"
     """Policy loss: ppo_clip, gspo, cispo, reinforce, sapo, gmpo, dppo, file.py:name or package.module:name."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant", "sequence_sum"] = "sequence_mean"
@@ -127,6 +127,8 @@ class AlgorithmConfig(Config):
     """Discount per sampled token, or per turn with credit=turn, for `gae` and `reinforce`."""
     gae_lambda: float = Field(1.0, ge=0, le=1)
     """Lambda of GAE; 0.95 suits short completions."""
+    baseline_decay: float = Field(0.95, ge=0, lt=1)
+    """What a completion leaves of the moving average of rewards that `moving_average` subtracts."""
     length_adaptive: float | None = Field(None, gt=0)
     """VAPO's alpha: lambda = 1 - 1 / (alpha * length) for the policy, 1 for the critic. null: gae_lambda for both."""
     clip_low: float = Field(0.2, gt=0)

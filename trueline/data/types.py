@@ -1,5 +1,6 @@
 """The records that flow through training: Prompt -> Trajectory -> Sample -> Batch."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -63,6 +64,7 @@ class Dialogue:
     prompt: list[Message]
     completion: list[Message]  # from the first reply to the last
     tools: list[Tool] = field(default_factory=list)
+    role: str = ""
 
 
 INTERRUPTED = "interrupted"  # the finish reason of a part that continues with other weights
@@ -145,7 +147,9 @@ class Trajectory:
     versions: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # -1 on tokens that were not sampled
     rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))  # of turns, on their last tokens
     experts: np.ndarray = field(default_factory=lambda: NO_EXPERTS)  # [T, layers, top_k] if engines report them
-    reward: float | None = None  # the task reward, over all turns
+    role: str = ""  # in which the policy speaks in this sequence, where an episode has several
+    reward: float | None = None  # the task reward, over all turns; of several roles, that of the first
+    role_rewards: dict[str, float] = field(default_factory=dict)  # of each role, if there are several
     baseline: float | None = None  # task reward of the greedy completion of the same prompt
     outcome: Outcome = Outcome.FINISHED
     truncated: bool = False  # a length limit cut a turn off
@@ -188,9 +192,12 @@ class Trajectory:
 
     def add_reward(self, reward: float, sequence: "Trajectory | None" = None) -> None:
         """Add the reward of the last turn of this or another sequence, on its last sampled token."""
-        earned = self if sequence is None else sequence
-        earned.rewards[np.flatnonzero(earned.mask)[-1]] += reward
+        (self if sequence is None else sequence).put_reward(reward)
         self.reward = (self.reward or 0.0) + reward
+
+    def put_reward(self, reward: float) -> None:
+        """Add to the reward of the last sampled token."""
+        self.rewards[np.flatnonzero(self.mask)[-1]] += reward
 
     def sampled_versions(self) -> np.ndarray:
         return np.concatenate([one.versions[one.mask] for one in self.sequences()])
@@ -212,6 +219,9 @@ def later() -> Any:
     return field(init=False, repr=False, compare=False)
 
 
+Whose = tuple[int, str]  # what the sequences of one episode and role share
+
+
 @dataclass(slots=True)
 class Sample:
     """One training sequence. Fields [T] are aligned with `tokens`."""
@@ -219,15 +229,16 @@ class Sample:
     tokens: Tensor  # [T] int64
     mask: Tensor  # [T] bool, True on tokens the loss applies to
     group: int = 0
-    episode: int | None = None  # in the step; its sequences share reward and weight. None: this is the only one
+    episode: int | None = None  # in the step; None: this is its only sequence
     version: int = 0  # of the oldest sampled token
     task_reward: float = 0.0  # before shaping
     reward: float = 0.0  # after shaping and KL, for estimators of whole completions
     parts: list[tuple[float, float]] = field(default_factory=list)  # weight and value of each reward in `task_reward`
-    baseline: float = 0.0  # task reward of the greedy completion of the same prompt
+    baseline: float = 0.0  # task reward of the greedy completion, if there is one, else the role's moving average
     truncated: bool = False
     filtered: bool = False  # counts in the group's baseline, but not in the loss
     label: float = 0.0  # of the sequence: a pair's margin, or 1 if a completion is desirable
+    role: str = ""  # in its episode, whose sequences of one role share reward and weight
     companion: "Sample | None" = field(default=None, repr=False)  # for KTO: the same prompt, another completion
     weight: float = 0.0  # of each masked token, or of the sequence, in the minibatch's loss
     pictures: tuple[Picture, ...] = field(default=(), repr=False)  # that its image tokens stand for
@@ -249,9 +260,8 @@ class Sample:
     def sampled_tokens(self) -> int:
         return int(self.mask.sum())
 
-    def whose(self) -> int:
-        """Return an id that the sequences of one episode share."""
-        return ~id(self) if self.episode is None else self.episode
+    def whose(self) -> Whose:
+        return ~id(self) if self.episode is None else self.episode, self.role
 
 
 class Kin(NamedTuple):
@@ -373,19 +383,22 @@ def episode_metric(metrics: dict[str, float], name: str) -> float | None:
 
 
 def to_samples(trajectory: Trajectory, episode: int | None = None) -> list[Sample]:
-    """Return a sample per sequence; rewards of later sequences are added to the end of earlier ones."""
+    """Return a sample per sequence; rewards of a role's later sequences are added to the end of its earlier ones."""
     if trajectory.reward is None:
         raise ValueError(f"a trajectory with outcome {trajectory.outcome} has no reward, so it cannot be trained on")
-    samples, later_rewards = [], 0.0
+    samples, later_rewards = [], defaultdict[str, float](float)
     for sequence in reversed(trajectory.sequences()):
+        role = sequence.role
+        reward = trajectory.role_rewards.get(role, trajectory.reward)
         sample = Sample(
             tokens=torch.from_numpy(sequence.tokens),
             mask=torch.from_numpy(sequence.mask),
             group=trajectory.group,
             episode=episode,
+            role=role,
             version=sequence.oldest_version(),
-            task_reward=trajectory.reward,
-            reward=trajectory.reward,
+            task_reward=reward,
+            reward=reward,
             baseline=trajectory.baseline or 0.0,
             truncated=trajectory.truncated,
             pictures=sequence.pictures,
@@ -395,11 +408,11 @@ def to_samples(trajectory: Trajectory, episode: int | None = None) -> list[Sampl
         if len(sequence.experts):
             sample.experts = torch.from_numpy(experts_of(sequence.experts, len(sequence.tokens)))
         own = sample.token_rewards.sum().item()
-        if later_rewards:
+        if later_rewards[role]:
             sample.token_rewards = sample.token_rewards.clone()
-            sample.token_rewards[sample.mask.nonzero()[-1]] += later_rewards
+            sample.token_rewards[sample.mask.nonzero()[-1]] += later_rewards[role]
         samples.append(sample)
-        later_rewards += own
+        later_rewards[role] += own
     return samples[::-1]
 
 

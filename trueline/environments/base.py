@@ -71,8 +71,11 @@ class Policy(Protocol):
         `template_arguments` are given to the chat template beside those of the run.
         """
 
-    def add_reward(self, reward: float) -> None:
-        """Add to the reward of the last turn."""
+    def take_role(self, role: str) -> None:
+        """Speak in this role from now on: each has its own sequences, and its own reward."""
+
+    def add_reward(self, reward: float, role: str = "") -> None:
+        """Add to the reward of the last turn, or of this role's last turn."""
 
     def hear(self, messages: list[Message]) -> None:
         """Record messages after the last reply."""
@@ -89,6 +92,7 @@ class EpisodeResult:
     policy_error: str = ""  # what the policy did wrong; the episode keeps its reward
     metrics: dict[str, float] = field(default_factory=dict)
     left_out: bool = False  # it has no reward, and is not trained on
+    role_rewards: dict[str, float] = field(default_factory=dict)  # in place of `reward`, where there are several roles
 
 
 class Environment(ABC):

@@ -7,13 +7,14 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
 import httpx
 
 from trueline.data.messages import TEMPLATE_ROLES, Message, Tool
+from trueline.environments.roles import declared_roles, rewards_by_role, take_role
 from trueline.environments.tools.contents import shows_pictures, write_message
 from trueline.environments.tools.toolbox import call_user
 from trueline.monitoring.user_files import PICKLED
@@ -35,6 +36,7 @@ class StepCode:
     def __init__(self, kind: type, options: dict[str, Any]) -> None:
         self.kind, self.options = kind, options
         self.instances: dict[str, Any] = {}
+        self.roles: list[str] = []
 
     def describe(self) -> dict[str, Any]:
         has = members_of(self.kind)
@@ -43,21 +45,28 @@ class StepCode:
         if unset := [name for name in Parameters.of(self.kind).required if name not in self.options]:
             raise NoSuchFunction(f"{self.kind.__name__} takes {unset[0]!r}: set it in environment.options")
         check_options(self.kind, self.options)
+        self.roles = declared_roles(self.kind, has)
+        given = ["reply", *["role"] * bool(self.roles)]
         try:
             if inspect.isfunction(has["step"]):
-                inspect.signature(has["step"]).bind("self", "reply")
+                inspect.signature(has["step"]).bind("self", *given)
         except TypeError:
-            message = f"`step` of {self.kind.__name__} is given the reply: write def step(self, reply)"
-            raise NoSuchFunction(message) from None
-        return {"plays": "steps", "required": Parameters.of(has["reset"]).required[1:]}
+            taken = f"{' and the '.join(given)}: write def step(self, {', '.join(given)})"
+            raise NoSuchFunction(f"`step` of {self.kind.__name__} is given the {taken}") from None
+        return {"plays": "steps", "required": Parameters.of(has["reset"]).required[1:], "roles": self.roles}
 
-    async def reset(self, episode: str, values: Values) -> list[Message]:
+    async def reset(self, episode: str, values: Values) -> dict[str, Any]:
+        """Return the first messages, the role that they are for, and all roles."""
         instance = self.instances[episode] = await asyncio.to_thread(self.kind, **self.options)
-        messages = await call_user(instance.reset, **select_arguments(instance.reset, values))
-        return as_messages(messages, values["messages"], "reset")
+        found = await call_user(instance.reset, **select_arguments(instance.reset, values))
+        role, messages = take_role(found, self.roles, "reset")
+        if self.roles:
+            messages = messages.get("messages")
+        return {"role": role, "messages": as_messages(messages, values["messages"], "reset"), "roles": self.roles}
 
-    async def step(self, episode: str, reply: str) -> dict[str, Any]:
-        return as_step(await call_user(self.instances[episode].step, reply))
+    async def step(self, episode: str, reply: str, role: str) -> dict[str, Any]:
+        step = self.instances[episode].step
+        return as_step(await (call_user(step, reply, role) if self.roles else call_user(step, reply)), self.roles)
 
     async def close(self, episode: str) -> None:
         instance = self.instances.pop(episode, None)
@@ -213,13 +222,20 @@ def as_messages(returned: Any, otherwise: list[Message], method: str = "step") -
     raise WrongResult(f"`{method}` returned {returned!r:.80} of type {kind} as messages: return {shape}")
 
 
-def as_step(returned: Any) -> dict[str, Any]:
-    """Return a step in full: text or images continue, a number ends it with that reward, a dict has all of it."""
+def as_step(returned: Any, roles: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a step in full: text or images continue, a number ends it with that reward, a dict has all of it.
+
+    The reward of a step is one of each role; without roles, of the role "".
+    """
+    role, returned = take_role(returned, list(roles), "step")
     if isinstance(returned, str) or shows_pictures(returned):
         returned = {"messages": returned}
     elif not isinstance(returned, dict):
         returned = {"reward": returned, "done": True}
-    if returned.get("reward", 0.0) is None or isinstance(returned.get("reward"), tuple | list):
+    rewards = {"": returned.get("reward", 0.0)}
+    if roles:
+        rewards = rewards_by_role(rewards[""], list(roles), done=bool(returned.get("done")))
+    elif rewards[""] is None or isinstance(rewards[""], tuple | list | dict):
         raise WrongResult(f"`step` returned {returned['reward']!r:.80}: return {STEP}")
     if unknown := sorted(map(str, set(returned) - {"messages", "reward", "done", "metrics"})):
         raise WrongResult(f"`step` returned a dict with {', '.join(map(repr, unknown))}: return {STEP}")
@@ -231,8 +247,9 @@ def as_step(returned: Any) -> dict[str, Any]:
     if not isinstance(metrics, dict):
         raise WrongResult(f"`step` returned the metrics {metrics!r:.80}: return a dict of numbers by name")
     return {
+        "role": role,
         "messages": messages,
-        "reward": number_of(returned.get("reward", 0.0), "the reward that `step` returned"),
+        "reward": {role: number_of(value, "the reward that `step` returned") for role, value in rewards.items()},
         "done": done,
         "metrics": {str(name): number_of(value, f"the metric {name!r} of `step`") for name, value in metrics.items()},
     }

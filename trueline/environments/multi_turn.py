@@ -40,9 +40,10 @@ class HostedEnvironment(Environment):
         self.hosts, self.rewards = hosts, rewards
         self.here: EpisodePlace | None = None
         self.metrics: dict[str, float] = {}
+        self.role_rewards: dict[str, float] = {}  # at the end, of an environment with roles
 
     async def play(self, policy: Policy, prompt: Prompt) -> EpisodeResult:
-        self.metrics = {}
+        self.metrics, self.role_rewards = {}, {}
         try:
             place = await self.place()
             earned = check_earned(await self.take_turns(place, policy, prompt), place, bool(self.rewards.parts))
@@ -55,7 +56,7 @@ class HostedEnvironment(Environment):
         except ConfigError as error:  # of messages that the model cannot be shown
             raise WrongResult(str(error), self.hosts.code.name()) from error
         if not self.rewards.parts:
-            return EpisodeResult(earned, metrics=self.metrics)
+            return EpisodeResult(earned, role_rewards=self.role_rewards, metrics=self.metrics)
         talk = policy.talk()
         result = await score_reply(self.rewards, prompt, talk.reply, talk, earned)
         return EpisodeResult(result.reward, result.policy_error, self.metrics | result.metrics)
@@ -83,14 +84,20 @@ def check_earned(earned: float | None, place: EpisodePlace, rewarded: bool) -> f
 
 
 class StepEnvironment(HostedEnvironment):
-    """A user's class with `reset` and `step`."""
+    """A user's class with `reset` and `step`; each of its roles has a conversation of its own with the policy."""
 
     async def take_turns(self, place: EpisodePlace, policy: Policy, prompt: Prompt) -> float:
         reports: dict[str, list[float]] = {}
-        messages = await place.call(StepCode.reset, values=row_of(prompt))
+        step = await place.call(StepCode.reset, values=row_of(prompt))
+        talks: dict[str, list[Message]] = {}  # of each role
+        self.role_rewards = dict.fromkeys(step["roles"], 0.0)
         while True:
-            reply = await policy.reply(messages, prompt.tools)
-            step = await place.call(StepCode.step, reply=reply.text)
+            role = step["role"]
+            talks[role] = [*talks.get(role, []), *step["messages"]]
+            policy.take_role(role)
+            reply = await policy.reply(talks[role], prompt.tools)
+            talks[role] = [*talks[role], reply.message]
+            step = await place.call(StepCode.step, reply=reply.text, role=role)
             for name, value in step["metrics"].items():  # the last of a name, and the mean of several in the episode
                 values = reports.setdefault(f"{OWN_METRICS}{name}", [])
                 values.append(value)
@@ -98,9 +105,10 @@ class StepEnvironment(HostedEnvironment):
                 self.metrics |= {f"{OWN_METRICS}{name}/mean": fmean(values)} if len(values) > 1 else {}
             if step["done"]:
                 policy.hear(step["messages"])
-                return float(step["reward"])
-            messages = [*messages, reply.message, *step["messages"]]
-            policy.add_reward(step["reward"])
+                self.role_rewards |= {role: step["reward"][role] for role in self.role_rewards}
+                return float(step["reward"].get("", 0.0))
+            for name, reward in step["reward"].items():
+                policy.add_reward(reward, name)
 
 
 class ToolEnvironment(HostedEnvironment):

@@ -64,6 +64,7 @@ def user_code_of(config: EnvironmentConfig) -> UserCode | None:
 class EnvironmentCheck:
     tools: list[Tool] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
+    roles: list[str] = field(default_factory=list)  # of self-play
 
 
 def check_environment(config: EnvironmentConfig, *examples: Prompt, rewarded: bool = True) -> EnvironmentCheck:
@@ -89,7 +90,7 @@ def check_environment(config: EnvironmentConfig, *examples: Prompt, rewarded: bo
         finally:
             await hosts.stop()
         found = [Finding("watch", "environment_trial", text, key=f"environment.{code.key}") for text in warnings]
-        return EnvironmentCheck(about.get("schemas", []), found)
+        return EnvironmentCheck(about.get("schemas", []), found, about.get("roles", []))
 
     # In a thread, because a notebook runs an event loop in this one.
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as thread:
@@ -127,7 +128,8 @@ class MadeUpPolicy(Policy):
             raise OutOfBudget("a trial has one reply, in no format")
         return [Reply(MADE_UP, worded(MADE_UP), Completion.of([0], [0.0], 0, "stop"), 1)] * count
 
-    def add_reward(self, reward: float) -> None: ...
+    def take_role(self, role: str) -> None: ...
+    def add_reward(self, reward: float, role: str = "") -> None: ...
     def hear(self, messages: list[Message]) -> None: ...
 
     def talk(self) -> Talk:

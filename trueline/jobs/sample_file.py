@@ -20,6 +20,7 @@ from trueline.files import Row, atomic_path, rows_at, whole_lines, write_once
 from trueline.rollout.evaluation import PART
 from trueline.rollout.failures import RolloutFailure
 from trueline.rollout.groups import Group
+from trueline.rollout.summary import role_of
 
 SYNC_SECONDS = 5.0  # what a power cut may cost; a kill of the process costs nothing that was written
 SHOWN_ERRORS = 3
@@ -80,8 +81,8 @@ def completion_of(trajectory: Trajectory, scored: bool) -> Sampled:
 
 def conversations_of(trajectory: Trajectory) -> Sampled:
     """Return the conversations of an episode, and what the environment reports of it."""
-    dialogues = [(one, {"tools": one.tools} if one.tools else {}) for one in trajectory.dialogues]
-    conversations = [{"prompt": one.prompt, "completion": one.completion, **tools} for one, tools in dialogues]
+    dialogues = [(one, role_of(one) | ({"tools": one.tools} if one.tools else {})) for one in trajectory.dialogues]
+    conversations = [{"prompt": one.prompt, "completion": one.completion, **named} for one, named in dialogues]
     metrics = {name: value for name, value in trajectory.metrics.items() if not name.startswith((PART, RUBRIC))}
     return {"conversations": conversations, "metrics": metrics}
 

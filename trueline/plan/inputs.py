@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trueline.algorithms.advantages import reads_reward
+from trueline.algorithms.advantages import needs, reads_reward
 from trueline.config.base import Config, ConfigError, Tree, read_tree
 from trueline.config.data import PromptDataConfig
 from trueline.config.environment import EnvironmentConfig
@@ -17,7 +17,7 @@ from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardConfig
 from trueline.config.rl import EvaluationConfig, RLConfig
 from trueline.config.run import CheckpointConfig, RunConfig
-from trueline.config.sampling import SamplingConfig
+from trueline.config.sampling import GenerateConfig, SamplingConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import CONTENT, digest_rows
@@ -178,10 +178,29 @@ def check_prompts(
     """Try environment and rewards on the first prompts; return all prompts with their tools, and what was found."""
     firsts = {(tuple(some[0].columns), type(some[0].label)): some[0] for some in sets.values()}
     found = check_environment(config.environment, *firsts.values(), rewarded=bool(config.reward.named_parts()))
+    roles = check_roles(config, found.roles)
     offered = {name: offer_tools(prompts, found.tools) for name, prompts in sets.items()}
     played = bool(config.environment.kind())
     rewards = check_rewards(config.reward, [*offered.values()], config.data, required=required, played=played)
-    return offered, replace(rewards, warnings=[*found.warnings, *rewards.warnings])
+    return offered, replace(rewards, lines=[*roles, *rewards.lines], warnings=[*found.warnings, *rewards.warnings])
+
+
+def check_roles(config: RLConfig | SamplingConfig, roles: list[str]) -> list[str]:
+    """Refuse what cannot tell the roles of an environment apart, and describe them."""
+    if not roles:
+        return []
+    played = f"environment.function={config.environment.function} has the roles {', '.join(roles)}"
+    if config.reward.named_parts():
+        raise ConfigError(f"{played}, and rewards each of them itself: leave out --reward", key="reward.function")
+    if isinstance(config, GenerateConfig):
+        raise ConfigError(f"{played}, and completions are kept by one reward: use `trueline eval` or train by RL")
+    if isinstance(config, RLConfig) and "greedy" in needs(config.algorithm):
+        remedy = "which has no baseline of each role: use moving_average, group_norm or another"
+        raise ConfigError(f"{played}, but algorithm.advantage={config.algorithm.advantage}, {remedy}")
+    return [
+        f"roles      {', '.join(roles)}: each has its own conversation, reward and baseline; reward/mean is that of "
+        f"{roles[0]}"
+    ]
 
 
 def measure(prompts: Sequence[Prompt], chat: ChatFormat) -> Measured:

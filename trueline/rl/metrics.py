@@ -12,7 +12,7 @@ from trueline.config.rl import RLConfig
 from trueline.data.types import ROW_ITEM, Outcome, Sample, episode_metric
 from trueline.environments.multi_turn import OWN_METRICS
 from trueline.rollout.groups import limit_shares
-from trueline.rollout.rollouts import Dropped, part_reward
+from trueline.rollout.rollouts import Dropped, largest_gap, part_reward
 from trueline.rollout.summary import EpisodeSummary
 from trueline.training.samples import SampleNumbers
 
@@ -77,7 +77,7 @@ def describe_step(
 
 def describe_spread(groups: Sequence[Sequence[EpisodeSummary]]) -> Metrics:
     """Return the share of groups in which all rewards are equal; a group of one has no spread that it could lack."""
-    uniform = [len({trajectory.reward for trajectory in group}) == 1 for group in groups if len(group) > 1]
+    uniform = [largest_gap(group) == 0 for group in groups if len(group) > 1]
     return {"reward/uniform_groups_share": fmean(uniform)} if uniform else {}
 
 

@@ -4,8 +4,9 @@ Every function takes the chat format of its process first.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,8 +33,13 @@ FILLED = ("advantages", "returns")  # by estimators
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 
-def stored_samples(groups: Sequence[SampledGroup]) -> StoredSamples:
-    """Return the samples of a step, one for each sequence of its episodes; their arrays stay where they are."""
+def stored_samples(
+    groups: Sequence[SampledGroup], averages: Mapping[str, float] = MappingProxyType({})
+) -> StoredSamples:
+    """Return the samples of a step, one for each sequence of its episodes; their arrays stay where they are.
+
+    `averages` are the moving averages of rewards by role, which are baselines where no completion is greedy.
+    """
     rows: list[SampleNumbers] = []
     blocks: list[SampleBlock] = []
     episode = 0
@@ -41,14 +47,12 @@ def stored_samples(groups: Sequence[SampledGroup]) -> StoredSamples:
         first = len(rows)
         for one in group:
             assert one.reward is not None, f"an episode with outcome {one.outcome} has no reward"
-            known = (one.reward, one.baseline or 0.0, one.truncated)
             parts = {name.removeprefix(PART): value for name, value in one.metrics.items() if name.startswith(PART)}
-            rows += [
-                SampleNumbers(
-                    part.length, part.sampled, one.group, episode, part.version, *known, kin=part.kin, parts=parts
-                )
-                for part in one.sequences
-            ]
+            for part in one.sequences:
+                reward = one.role_rewards.get(part.role, one.reward)
+                baseline = averages.get(part.role, 0.0) if one.baseline is None else one.baseline
+                known = (part.length, part.sampled, one.group, episode, part.version, reward, baseline, one.truncated)
+                rows.append(SampleNumbers(*known, kin=part.kin, parts=parts, role=part.role))
             episode += 1
         numbers, parcels = tuple(range(first, len(rows))), group.parcels
         blocks += [SampleBlock(RANKS, numbers, parcels.ranks), SampleBlock(STEP, numbers, parcels.step)]
@@ -73,7 +77,7 @@ def open_samples(stored: StoredSamples, places: Sequence[int] | None = None, *, 
 
         sample = Sample(field("tokens"), field("mask"), row.group, row.episode, row.version, row.task_reward)
         sample.reward, sample.baseline, sample.truncated = row.reward, row.baseline, row.truncated
-        sample.filtered = row.filtered
+        sample.filtered, sample.role = row.filtered, row.role
         for name in names:
             setattr(sample, name, field(name))
         if "old_logprobs" in stored.fields.same:

@@ -146,7 +146,7 @@ class RLTrainer:
         """Accumulate the gradients of some groups of a step; return whether more may follow."""
         assert self.stream is not None
         with self.timer.phase("stream"):
-            part = stored_samples(groups)
+            part = stored_samples(groups, self.state.averages)
             self.models.score(part, logprobs_from_update=self.logprobs_from_update())
             self.assign_advantages(part)
             self.stream.add(part)
@@ -160,7 +160,7 @@ class RLTrainer:
         """Score groups, assign advantages and update; return their samples and the metrics of the update."""
         stream = self.stream
         rest = groups if stream is None else stream.rest(groups)
-        samples = stored_samples(rest)
+        samples = stored_samples(rest, self.state.averages)
         if rest:
             self.score(samples)
             self.assign_advantages(samples)
@@ -314,6 +314,7 @@ class RLTrainer:
         metrics = describe_step(groups, samples.rows, self.rollouts.dropped, state.version)
         metrics |= self.rollouts.loop.run(self.workers.load_metrics(), "counting requests")
         state.advance([group[0].group for group in groups], learns)
+        state.follow(samples.rows, config.algorithm.baseline_decay)
         self.tracker.account(state.step, state.ledger.row())  # before the checkpoint that counts it
         wanted, found = config.algorithm.critic_warmup_variance, known.get("critic/explained_variance", 0.0)
         if wanted is not None and found >= wanted and not state.critic_ready:

@@ -13,7 +13,7 @@ from trueline.data.pictures import Picture, picture_file, thumbnail
 from trueline.data.pieces import LONGEST, Pieces
 from trueline.data.types import Sample, is_filled
 from trueline.monitoring.transcripts import pack_numbers
-from trueline.rollout.summary import Episode
+from trueline.rollout.summary import Episode, role_of
 
 PAIR = 2  # groups of a step: one whose rewards differ most, one by chance
 HELD_OUT = 3  # completions of an evaluation
@@ -81,6 +81,7 @@ def token_row(sample: Sample, pieces: Pieces) -> dict[str, Any]:
     shown = slice(first, first + MOST_TOKENS)
     left_out = sample.length() - first - MOST_TOKENS
     return {
+        **role_of(sample),
         "text": texts(sample, first, pieces),
         "sampled": [len(list(turn)) for _, turn in groupby(sample.mask[shown].tolist())],
         **{name: pack_numbers(values[shown].numpy()) for name, values in numbers(sample).items()},

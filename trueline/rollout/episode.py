@@ -67,8 +67,11 @@ class Episodes:
             why = f": {trajectory.cut_off}" if trajectory.cut_off else ""
             fail(trajectory, UserCodeFailure(f"{name} ended before the first completion{why}"))
             return
-        session.add_reward(result.reward)
         trajectory.metrics |= result.metrics
+        if result.role_rewards:
+            session.end_roles(result.role_rewards)
+        else:
+            session.add_reward(result.reward)
         trajectory.error = result.policy_error
         if result.left_out:
             trajectory.outcome, trajectory.reward = Outcome.LEFT_OUT, None

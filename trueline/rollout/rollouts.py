@@ -342,8 +342,8 @@ class Rollouts:
         """Return why a group is not trained, or nothing."""
         if sum(one.outcome.is_scored for one in group) < min(2, self.sampler.size):
             return "failed" if any(one.outcome.is_failure for one in group) else "left_out"
-        rewards = self._rewards(group) if self.plan.dynamic.enabled else []
-        return "uniform" if rewards and max(rewards) - min(rewards) <= SAME_REWARD else ""
+        uniform = self.plan.dynamic.enabled and largest_gap(group, self.plan.dynamic.reward) <= SAME_REWARD
+        return "uniform" if uniform else ""
 
     def _rewards(self, group: Sequence[Episode]) -> list[float]:
         """Return the rewards that dynamic sampling compares."""
@@ -358,6 +358,12 @@ def sampled_lengths(group: Sequence[Episode]) -> list[int]:
 def scored_part(group: list[Any]) -> list[Any]:
     """Return the episodes with a reward."""
     return group.with_rewards() if isinstance(group, SampledGroup) else [one for one in group if one.outcome.is_scored]
+
+
+def largest_gap(group: Sequence[Episode], part: str | None = None) -> float:
+    """Return the largest difference of rewards between episodes of a group, in any role."""
+    earned = [(part_reward(one, part), *one.role_rewards.values()) for one in group if one.outcome.is_scored]
+    return max(max(same) - min(same) for same in zip(*earned, strict=True))
 
 
 def part_reward(episode: Episode, part: str | None) -> float:

@@ -49,6 +49,7 @@ class TokenSequence:
     spelled: list[Message] = field(default_factory=list)  # the same, with replies as sampled, up to their stop
     sampled: int = 0  # tokens
     number: int = 0  # in the episode
+    role: str = ""
     busy: bool = False
     shown: Shown | None = None  # its pictures
 
@@ -103,6 +104,8 @@ class Session(Policy):
     sequences: list[TokenSequence] = field(default_factory=list)  # in the order of their first replies
     last: TokenSequence | None = None  # of the last reply
     closing: list[Message] = field(default_factory=list)  # messages after that reply
+    role: str = ""  # in which it speaks now
+    latest: dict[str, TokenSequence] = field(default_factory=dict)  # of each role's last reply
     turns: int = 0
     begun: int = 0  # sequences, with those that were never sampled
     engine_failures: list[BaseException] = field(default_factory=list)
@@ -119,7 +122,8 @@ class Session(Policy):
     ) -> list[Reply]:
         """Begin all turns before any is sampled; if one of them fails, the others still finish."""
         chat = self.chat.with_arguments(template_arguments or {})
-        idle = [one for one in self.sequences if not one.busy and one.is_prefix_of(messages, tools, chat)]
+        own = [one for one in self.sequences if one.role == self.role and not one.busy]
+        idle = [one for one in own if one.is_prefix_of(messages, tools, chat)]
         known = longest(idle)
         try:
             turns = self._begin_turns(count, known, messages, list(tools), chat)
@@ -180,20 +184,39 @@ class Session(Policy):
             else:
                 sequence.record = self.trajectory
             self.sequences.append(sequence)
+            sequence.record.role = sequence.role
         sequence.shown = turn.pictures()
         sequence.record.pictures = sequence.shown.pictures if sequence.shown else ()
         sequence.record.add_action(completion, turn.prompt.tokens)
         sequence.sampled += len(completion.tokens)
         self.trajectory.reply, self.last, self.closing = text, sequence, []
+        self.latest[sequence.role] = sequence
         sequence.said += [*turn.new, message]
         sequence.spelled += [*turn.new, spelled]
         structured = bool(message.get("tool_calls")) and sequence.chat.template.shows_calls
         sequence.prompt, sequence.reply = turn.prompt, message if structured else spelled
         return Reply(text, message, completion, before)
 
-    def add_reward(self, reward: float) -> None:
-        assert self.last is not None, "a reward before the first reply"
-        self.trajectory.add_reward(reward, self.last.record)
+    def take_role(self, role: str) -> None:
+        self.role = role
+
+    def add_reward(self, reward: float, role: str = "") -> None:
+        if not role:
+            assert self.last is not None, "a reward before the first reply"
+            self.trajectory.add_reward(reward, self.last.record)
+            return
+        earned = self.trajectory.role_rewards
+        earned[role] = earned.get(role, 0.0) + reward
+        if role in self.latest:  # else it has sampled nothing that could have led to this
+            self.latest[role].record.put_reward(reward)
+
+    def end_roles(self, rewards: dict[str, float]) -> None:
+        """Add the last reward of every role; that of the first is the episode's."""
+        for role, reward in rewards.items():
+            self.add_reward(reward, role)
+        trajectory, earned = self.trajectory, {role: self.trajectory.role_rewards[role] for role in rewards}
+        trajectory.role_rewards, trajectory.reward = earned, next(iter(earned.values()))
+        trajectory.metrics |= {f"role/{role}/reward": reward for role, reward in earned.items()}
 
     def hear(self, messages: list[Message]) -> None:
         self.closing = list(messages)
@@ -215,13 +238,14 @@ class Session(Policy):
         continued: list[TokenSequence] = []
         for sequence in self.sequences:
             said, spelled = sequence.said, sequence.spelled
-            before = longest([one for one in found if one.is_prefix_of(said, sequence.tools, sequence.chat)])
+            own = [one for one in found if one.role == sequence.role]
+            before = longest([one for one in own if one.is_prefix_of(said, sequence.tools, sequence.chat)])
             if before is not None:
                 prompt, reply = found[before].prompt, [*found[before].completion, *spelled[len(before.said) :]]
                 continued.append(before)
             else:
                 prompt, reply = spelled[: sequence.prompt_messages], spelled[sequence.prompt_messages :]
-            found[sequence] = Dialogue(prompt, reply, sequence.tools)
+            found[sequence] = Dialogue(prompt, reply, sequence.tools, sequence.role)
         return [dialogue for sequence, dialogue in found.items() if sequence not in continued]
 
     def _begin_turns(
@@ -261,11 +285,12 @@ class Session(Policy):
                 CONTEXT,
             )
         # The messages before the first reply of the episode: those that another sequence began with, or all.
-        openings = [one.opening for one in self.sequences if one.matches(messages, one.opening)]
+        own = [one for one in self.sequences if one.role == self.role]
+        openings = [one.opening for one in own if one.matches(messages, one.opening)]
         opening = max((count for count in openings if count < len(messages)), default=len(messages))
         record = Trajectory(self.trajectory.prompt, self.key.group)
         self.begun += 1
-        sequence = TokenSequence(record, chat, tools, len(messages), opening, prompt, number=self.begun)
+        sequence = TokenSequence(record, chat, tools, len(messages), opening, prompt, number=self.begun, role=self.role)
         return Turn(sequence, messages, prompt)
 
     def _pictures_of(self, messages: list[Message], before: Sequence[Message] = ()) -> tuple[Picture, ...]:

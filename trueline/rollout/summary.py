@@ -10,7 +10,7 @@ import torch
 from trueline.data.batching import find_families
 from trueline.data.messages import content_of
 from trueline.data.pictures import Picture, bare
-from trueline.data.types import PICTURES, Kin, Outcome, Sample, Trajectory, is_filled, to_samples
+from trueline.data.types import PICTURES, Dialogue, Kin, Outcome, Sample, Trajectory, is_filled, to_samples
 from trueline.environments.single_turn import reward_call
 from trueline.runtime.actors import Stored
 
@@ -25,6 +25,7 @@ class Episode(Protocol):
 
     group: int
     reward: float | None
+    role_rewards: dict[str, float]
     outcome: Outcome
     truncated: bool
     cut_off: str
@@ -44,6 +45,7 @@ class SequenceSummary:
     sampled: int  # tokens
     version: int  # of the oldest sampled token
     kin: Kin = Kin()
+    role: str = ""
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class EpisodeSummary:
     has_experts: bool = False  # engines have reported them
     has_pictures: bool = False  # some of its sequences
     call: dict[str, Any] = field(default_factory=dict)  # of the reward, where the episode failed
+    role_rewards: dict[str, float] = field(default_factory=dict)  # in the same order in all episodes
 
     def sampled_tokens(self) -> int:
         return self.sampled
@@ -125,13 +128,17 @@ def summarise(trajectory: Trajectory) -> EpisodeSummary:
         trajectory.failed_reward,
         trajectory.metrics,
         trajectory.sampled_tokens(),
-        [SequenceSummary(len(one.tokens), int(one.mask.sum()), one.oldest_version()) for one in sequences],
+        [
+            SequenceSummary(len(one.tokens), int(one.mask.sum()), one.oldest_version(), role=one.role)
+            for one in sequences
+        ],
         int(versions.max(initial=0)),
         int(versions.sum(dtype=np.int64)),
         repeated_share(sequences) if sequences else 0.0,
         bool(sequences) and len(sequences[0].experts) > 0,
         any(one.pictures for one in sequences),
         reward_call(trajectory.prompt, trajectory.reply, trajectory.talk) if trajectory.outcome.is_failure else {},
+        trajectory.role_rewards,
     )
 
 
@@ -169,10 +176,15 @@ def join_fields(samples: Sequence[Sample], names: Sequence[str]) -> Arrays:
     return {name: torch.cat([getattr(sample, name) for sample in samples]).numpy() for name in names}
 
 
+def role_of(named: Dialogue | Sample) -> dict[str, str]:
+    """Return the role of a conversation or sequence, as it is written."""
+    return {"role": named.role} if named.role else {}
+
+
 def transcript(trajectory: Trajectory, purpose: str) -> Transcript:
     several = trajectory.dialogues if len(trajectory.dialogues) > 1 else []
     conversations = [
-        {"number": number, "prompt": bare(one.prompt), "turns": bare(one.completion)}
+        {"number": number, **role_of(one), "prompt": bare(one.prompt), "turns": bare(one.completion)}
         for number, one in enumerate(several, start=1)
     ]
     return {

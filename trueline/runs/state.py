@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 from trueline.config.base import ConfigError, Tree
@@ -11,6 +12,7 @@ from trueline.monitoring.ledger import Ledger, Row
 from trueline.monitoring.progress import Progress
 from trueline.runtime.actors import ActorFailure
 from trueline.training.checkpoints import Checkpoints
+from trueline.training.samples import SampleNumbers
 
 
 @dataclass(slots=True)
@@ -29,6 +31,7 @@ class RLState:
     rolled_back: int = 0  # times that the run went back to a healthy checkpoint
     drawn_excess: float = 0.0  # sums of all steps, by which their draws are tested
     drawn_variance: float = 0.0
+    averages: dict[str, float] = field(default_factory=dict)  # moving averages of rewards, by role
 
     def behind(self, saved: Tree, fates: list[Row]) -> Tree:
         """Return counters that were saved, behind the prompts of the steps since, which are not trained on again.
@@ -43,6 +46,15 @@ class RLState:
         self.step += 1
         self.version += learnt
         self.ledger.close(trained, "trained")
+
+    def follow(self, samples: Iterable[SampleNumbers], decay: float) -> None:
+        """Move each average by the mean reward of the role's n completions, n times, so that order cannot matter."""
+        earned: dict[str, dict[int, float]] = {}
+        for one in samples:
+            earned.setdefault(one.role, {})[one.episode] = one.reward
+        for role, rewards in earned.items():
+            kept = decay ** len(rewards)
+            self.averages[role] = kept * self.averages.get(role, 0.0) + (1 - kept) * fmean(rewards.values())
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from trueline.config.model import reads_experts
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.batching import find_families
 from trueline.data.pictures import Picture
-from trueline.data.types import PICTURES, TOKEN_FIELDS, Kin, Sample
+from trueline.data.types import PICTURES, TOKEN_FIELDS, Kin, Sample, Whose
 from trueline.models.loading import ModelFacts
 from trueline.runtime.actors import Stored
 
@@ -39,12 +39,13 @@ class SampleNumbers:
     weight: float = 0.0
     kin: Kin = Kin()  # its family is a number within the group
     parts: dict[str, float] = field(default_factory=dict)  # each reward, by name; without one that the policy made fail
+    role: str = ""
 
     def sampled_tokens(self) -> int:
         return self.sampled
 
-    def whose(self) -> int:
-        return self.episode
+    def whose(self) -> Whose:
+        return self.episode, self.role
 
 
 @dataclass(frozen=True, slots=True)
