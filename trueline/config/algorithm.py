@@ -110,7 +110,7 @@ class AlgorithmConfig(Config):
     preset: str = "grpo"
     """Named algorithm; it fills every key of this section that you do not set."""
     advantage: OwnFunction = "group_norm"
-    """gae, reinforce, group_norm, leave_one_out, moving_average or another of docs/algorithms.md, or your own function."""
+    """A name of docs/algorithms.md, such as group_norm, gae or moving_average, or your own function."""
     loss: OwnFunction = "ppo_clip"
     """Policy loss: ppo_clip, gspo, cispo, reinforce, sapo, gmpo, dppo, file.py:name or package.module:name."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant", "sequence_sum"] = "sequence_mean"

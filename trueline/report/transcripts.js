@@ -72,10 +72,12 @@ function coloured(sequences, colouring) {
   return [key, ...boxes];
 }
 
+function roleOf(one) { return one && one.role ? `: ${words(one.role)}` : ""; }
+
 // Each conversation of an episode with what it began with; what the last reply was answered stands at the end.
 function spoken(conversations, turns) {
   const listed = (value) => (Array.isArray(value) ? value : []), heard = listed(turns).slice(listed(turns).findLastIndex((one) => one && one.role === "assistant") + 1);
-  const boxes = conversations.map((one, n) => make("div", { class: "conversation" }, make("h3", {}, typeof one === "string" ? one : `conversation ${words((one || {}).number ?? n + 1)} of ${conversations.length}`),
+  const boxes = conversations.map((one, n) => make("div", { class: "conversation" }, make("h3", {}, typeof one === "string" ? one : `conversation ${words((one || {}).number ?? n + 1)} of ${conversations.length}${roleOf(one)}`),
     ...[...listed((one || {}).prompt), ...listed((one || {}).turns)].flatMap(turn)));
   return [...boxes, ...heard.flatMap(turn)];
 }

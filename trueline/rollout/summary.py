@@ -182,7 +182,7 @@ def role_of(named: Dialogue | Sample) -> dict[str, str]:
 
 
 def transcript(trajectory: Trajectory, purpose: str) -> Transcript:
-    several = trajectory.dialogues if len(trajectory.dialogues) > 1 else []
+    several = trajectory.dialogues if len(trajectory.dialogues) > 1 or trajectory.role else []
     conversations = [
         {"number": number, **role_of(one), "prompt": bare(one.prompt), "turns": bare(one.completion)}
         for number, one in enumerate(several, start=1)
