@@ -109,8 +109,11 @@ class AlgorithmConfig(Config):
 
     preset: str = "grpo"
     """Named algorithm; it fills every key of this section that you do not set."""
-    advantage: OwnFunction = "group_norm"
-    """A name of docs/algorithms.md, such as group_norm, gae or moving_average, or your own function."""
+    advantage: OwnFunction = Field(
+        "group_norm",
+        description="gae, reinforce, group_norm, gdpo, group_mean, maxrl, leave_one_out, greedy_baseline, batch_mean, "
+        "moving_average, teacher, own.",
+    )
     loss: OwnFunction = "ppo_clip"
     """Policy loss: ppo_clip, gspo, cispo, reinforce, sapo, gmpo, dppo, file.py:name or package.module:name."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant", "sequence_sum"] = "sequence_mean"

@@ -160,6 +160,7 @@ def errors(world: World, found: Tensor, exact: Tensor) -> Tensor:
 UNBIASED: dict[str, dict[str, object]] = {
     "leave_one_out": {"advantage": "leave_one_out"},
     "greedy_baseline": {"advantage": "greedy_baseline"},
+    "moving_average": {"advantage": "moving_average"},  # of other steps, as any number that does not depend on this one
     "reinforce": {"advantage": "reinforce"},
     "gae": {"advantage": "gae", "gae_lambda": 1.0},
 }
