@@ -25,6 +25,7 @@ def store_samples(samples: list[Sample]) -> StoredSamples:
             one.label,
             one.weight,
             kin,
+            role=one.role,
         )
         for number, (one, kin) in enumerate(zip(samples, families_of(samples), strict=True))
     ]
