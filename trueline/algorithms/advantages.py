@@ -99,6 +99,33 @@ def maxrl(samples: list[Sample], config: AlgorithmConfig) -> None:
     compare(groups_of(samples), config, over_mean)
 
 
+@entry(
+    "group mean of the returns from the same token on, weighted by how open the policy's choices were up to it",
+    needs=("groups", "squares"),
+    reads=("gamma",),
+)
+def otb(samples: list[Sample], config: AlgorithmConfig) -> None:
+    """Subtract the baseline that varies least at each token: OTB (arXiv:2602.07078).
+
+    Where only one completion is left, nothing is subtracted: its own return would be no baseline.
+    """
+    rewards = on_sampled(samples, [sample.token_rewards for sample in samples])
+    for sample, row in zip(samples, returns_to_go(rewards, config), strict=True):
+        sample.advantages = torch.zeros(sample.length()).masked_scatter_(sample.mask, row)
+    for episodes in groups_of(samples):
+        returns, norms, present = (
+            over_episodes(episodes, read) for read in (lambda one: one.advantages, score_norms, lambda one: one.mask)
+        )
+        weights, highest = norms.cumsum(1) * present, returns.masked_fill(present == 0, -torch.inf).amax(0)
+        # As a distance from the highest return, it is exact where all are equal.
+        below = (weights * (highest - returns)).sum(0) / weights.sum(0).clamp(min=1e-12)
+        baseline = (highest - below) * (present.sum(0) > 1)
+        for episode, row in zip(episodes, (returns - baseline).float(), strict=True):
+            parts = row[: sum(map(Sample.sampled_tokens, episode))].split([one.sampled_tokens() for one in episode])
+            for sample, part in zip(episode, parts, strict=True):
+                sample.advantages = torch.zeros(sample.length()).masked_scatter_(sample.mask, part)
+
+
 @entry("mean of the group's other completions", needs=("groups",), reads=("credit",))
 def leave_one_out(samples: list[Sample], config: AlgorithmConfig) -> None:
     """Subtract the mean of the others in the group from the reward: RLOO (arXiv:2402.14740, eq. 8)."""
@@ -134,6 +161,7 @@ ADVANTAGES: dict[str, Estimator] = table_of(
     gdpo,
     group_mean,
     maxrl,
+    otb,
     leave_one_out,
     greedy_baseline,
     batch_mean,
@@ -275,6 +303,17 @@ def over_mean(rewards: Tensor) -> Tensor:
     return rewards / rewards.mean() - 1
 
 
+def score_norms(sample: Sample) -> Tensor:
+    """Return the squared norm of each token's score, d log p / d logits = onehot - p."""
+    return (1 - 2 * sample.old_logprobs.exp() + sample.squares).clamp(min=0)
+
+
+def over_episodes(episodes: list[Episode], read: Callable[[Sample], Tensor]) -> Tensor:
+    """Gather a field [T] of samples into [n, L]: all sampled tokens of each episode, then zeros."""
+    rows = [torch.cat([read(sample).masked_select(sample.mask) for sample in episode]) for episode in episodes]
+    return pad_sequence(rows, batch_first=True).double()
+
+
 def turn_returns(episode: Episode, config: AlgorithmConfig) -> list[float]:
     """Return the return of every turn of an episode; rewards of later sequences are in each one's last turn."""
     rows = zip(returns_to_go(step_rewards(episode, config), config), episode, strict=True)
@@ -365,7 +404,7 @@ def fresh_logprobs(config: AlgorithmConfig, updates: int, dropout: float) -> boo
     """Tell whether the update itself computes the old log-probs: completions are used once, and only there."""
     in_reward = config.kl.place == "reward" and config.kl.coefficient > 0
     read = in_reward or "teacher" in needs(config) or is_own(config.advantage)  # user functions may read anything
-    read = read or config.needs_entropy()
+    read = read or config.needs_entropy() or "squares" in needs(config)
     return config.old_logprobs == "recompute" and updates == 1 and not dropout and not read
 
 
@@ -416,6 +455,11 @@ def check_needs(config: AlgorithmConfig) -> None:
     if "nonnegative" in needed and (in_reward or shaping.overlong_factor > 0):
         raise ConfigError(
             f"algorithm.advantage={name} needs rewards from 0 on: set kl.place=loss and shaping.overlong_factor=0"
+        )
+    if "squares" in needed and config.old_logprobs == "rollout":
+        raise ConfigError(
+            f"algorithm.advantage={name} needs the trainer's distributions, which engines do not report: set "
+            "algorithm.old_logprobs=recompute"
         )
     loss = lookup(POLICY_LOSSES, config.loss, "algorithm.loss")
     if is_own(name):

@@ -21,7 +21,7 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 # What an entry can need.
-NEEDS = ("critic", "teacher", "reward", "groups", "greedy", "recompute", "batch", "nonnegative")
+NEEDS = ("critic", "teacher", "reward", "groups", "greedy", "recompute", "batch", "nonnegative", "squares")
 
 
 class AlgorithmFailure(RuntimeError):

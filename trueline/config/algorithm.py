@@ -111,8 +111,8 @@ class AlgorithmConfig(Config):
     """Named algorithm; it fills every key of this section that you do not set."""
     advantage: OwnFunction = Field(
         "group_norm",
-        description="gae, reinforce, group_norm, gdpo, group_mean, maxrl, leave_one_out, greedy_baseline, batch_mean, "
-        "moving_average, teacher, own.",
+        description="gae, reinforce, group_norm, gdpo, group_mean, maxrl, otb, leave_one_out, greedy_baseline, "
+        "batch_mean, moving_average, teacher, own.",
     )
     loss: OwnFunction = "ppo_clip"
     """Policy loss: ppo_clip, gspo, cispo, reinforce, sapo, gmpo, dppo, file.py:name or package.module:name."""
@@ -229,6 +229,7 @@ PRESETS: dict[str, Tree] = {
     "grpo": row("group_norm", "ppo_clip", "sequence_mean", 8, kl={"coefficient": 1e-3, "estimator": "k3"}),
     "dr_grpo": row("group_mean", "ppo_clip", "constant", 8),
     "maxrl": row("maxrl", "ppo_clip", "constant", 16),
+    "otb": row("otb", "ppo_clip", "constant", 8),
     "rloo": row("leave_one_out", "reinforce", "sequence_sum", 8, kl=KL_IN_REWARD),
     "remax": row("greedy_baseline", "reinforce", "sequence_sum", 1, kl=KL_IN_REWARD),
     "dapo": row(

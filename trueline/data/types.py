@@ -252,6 +252,7 @@ class Sample:
     returns: Tensor = later()  # [T] targets of the critic
     advantages: Tensor = later()  # [T]
     entropy: Tensor = later()  # [T] of the trainer's distribution, in the update or before it
+    squares: Tensor = later()  # [T] sum of p^2 over it, before the update
     step_labels: Tensor = later()  # [T] label, 0 to 1, of the step that ends at a masked token
 
     def length(self) -> int:
@@ -423,6 +424,7 @@ class ModelOutput:
     logprobs: Tensor = later()  # [N] of token t given those before it; zero outside the mask
     entropy: Tensor = later()  # [N] of the distribution of token t
     variance: Tensor = later()  # [N] of log p under it
+    squares: Tensor = later()  # [N] sum of p^2 over it
     divergence: Tensor = later()  # [N] between teacher and student for token t
     scores: Tensor = later()  # [N, K] of a scoring head, from the hidden state at token t
     values: Tensor = later()  # [N] of a critic, of the state before token t

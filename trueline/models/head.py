@@ -24,42 +24,46 @@ class HeadWork(NamedTuple):
     chunk: int  # rows of logits held at a time
     entropy: bool  # also the variance of log p
     compiled: bool = False  # few kernels for each slice
+    squares: bool = False  # also the sum of p^2
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return compile_kernel(function) if self.compiled else function
 
 
 class ChunkedHead(torch.autograd.Function):
-    """Compute each target's log-prob and, on request, each position's entropy and Var[log p], which has no gradient.
+    """Compute each target's log-prob and, on request, each position's entropy, Var[log p] and sum of p^2.
 
+    The last two have no gradient.
     Both passes hold logits of only `chunk` rows; the backward pass computes them again.
     """
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, work: HeadWork
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         normalizers = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs) if work.entropy else None
         variance = torch.empty_like(logprobs) if work.entropy else None
+        squares = torch.empty_like(logprobs) if work.squares else None
         read = work.kernel(read_slice)
         for rows in slices(len(targets), work.chunk):
-            found = read(hidden[rows], weight, bias, targets[rows], work.temperature, work.entropy)
+            found = read(hidden[rows], weight, bias, targets[rows], work)
             normalizers[rows], logprobs[rows] = found[:2]
             if entropy is not None and variance is not None:
-                entropy[rows], variance[rows] = found[2:]
+                entropy[rows], variance[rows] = found[2:4]
+            if squares is not None:
+                squares[rows] = found[-1]
         ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropy)
         ctx.work = work
         ctx.set_materialize_grads(False)
-        if variance is not None:
-            ctx.mark_non_differentiable(variance)
-        return logprobs, entropy, variance
+        ctx.mark_non_differentiable(*(one for one in (variance, squares) if one is not None))
+        return logprobs, entropy, variance, squares
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizers, entropy = ctx.saved_tensors
-        work, (to_logprob, to_entropy, _) = ctx.work, gradients
+        work, (to_logprob, to_entropy, *_) = ctx.work, gradients
         to_logprob = torch.zeros_like(normalizers) if to_logprob is None else to_logprob
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
@@ -84,14 +88,15 @@ def compile_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def read_slice(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, entropy: bool
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, work: HeadWork
 ) -> tuple[Tensor, ...]:
-    """Return normalizers and log-probs of targets; on request also entropy and variance of log p."""
-    logits = temper(hidden, weight, bias, temperature)
+    """Return normalizers and log-probs of targets; on request also entropy and variance of log p, and sums of p^2."""
+    logits = temper(hidden, weight, bias, work.temperature)
     normalizers = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - normalizers
-    more = moments(logits.sub_(normalizers[:, None])) if entropy else ()
-    return normalizers, logprobs, *more
+    scores = logits.sub_(normalizers[:, None]) if work.entropy or work.squares else logits
+    more = moments(scores) if work.entropy else ()
+    return normalizers, logprobs, *more, *((scores.mul(2).exp_().sum(-1),) if work.squares else ())
 
 
 def slice_gradient(

@@ -71,6 +71,7 @@ class Scorer(nn.Module):
         experts: Tensor | None = None,
         repeats: list[Repeat] | None = None,
         pictures: list[tuple[Picture, ...]] | None = None,
+        squares: bool = False,
     ) -> Outputs:
         """Run over tokens on the model's device; `mask` is on the host. Tokens that repeat others are not computed."""
         count, seen, pictures, inputs = len(tokens), {}, pictures or [], tokens
@@ -98,12 +99,14 @@ class Scorer(nn.Module):
         # On the host, which need not wait for the device.
         predicts = arrangement.local(predicting(mask, lengths))
         wanted = to_device(predicts.nonzero()[:, 0], tokens.device)
-        head, work = self.model.get_output_embeddings(), HeadWork(temperature, self.chunk, entropy, self.compiled)
+        head = self.model.get_output_embeddings()
+        work = HeadWork(temperature, self.chunk, entropy, self.compiled, squares)
         rows, teacher = arrangement.rows(wanted), self.teacher[0]
         chosen = hidden.index_select(0, rows)
         if teacher is None:
             targets = arrangement.local(tokens.roll(-1))[wanted]
-            found = dict(zip(("logprobs", "entropy", "variance"), head(chosen, targets, work), strict=True))
+            names = ("logprobs", "entropy", "variance", "squares")
+            found = dict(zip(names, head(chosen, targets, work), strict=True))
         else:
             with torch.no_grad():
                 taught = arrangement.hidden_rows(self.run(teacher.model, arrangement, tokens).last_hidden_state)[rows]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate
 
+from trueline.algorithms.advantages import needs
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.pool import EnginePool
@@ -35,7 +36,8 @@ class Models:
         With `logprobs_from_update`, the update itself gives the old log-probs.
         """
         wanted: list[Callable[[], list[SampleBlock]]] = []
-        heat, more = self.temperature, ("entropy",) * self.algorithm.needs_entropy()
+        heat, wants = self.temperature, {"entropy": self.algorithm.needs_entropy()}
+        more = [name for name, wanted in (wants | {"squares": "squares" in needs(self.algorithm)}).items() if wanted]
         if self.algorithm.old_logprobs == "recompute" and not logprobs_from_update:
             wanted.append(lambda: self.policy.score_stored(samples, "old_logprobs", *more, temperature=heat))
         if self.algorithm.needs_reference():

@@ -66,7 +66,7 @@ def stored_samples(
 def open_samples(stored: StoredSamples, places: Sequence[int] | None = None, *, copy: bool = False) -> list[Sample]:
     """Return samples with every known field, all or those at some places; user functions may change copies."""
     known = stored.fields.names()
-    names = [name for name in (*ALL_FIELDS, *FILLED, "entropy") if name in known]
+    names = [name for name in (*ALL_FIELDS, *FILLED, "entropy", "squares") if name in known]
     found = []
     for at in range(len(stored)) if places is None else places:
         row = stored.rows[at]

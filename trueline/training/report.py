@@ -3,14 +3,15 @@
 import math
 import resource
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trueline.data.types import Batch, LossOutput
+from trueline.data.batching import FILLER, MicroBatch
+from trueline.data.types import Batch, LossOutput, ModelOutput, is_filled
 
 Metrics = dict[str, float]
 Then = Literal["step", "more", "discard"]  # what follows the passes: a step, more passes before it, or neither
@@ -103,3 +104,15 @@ def release_cache() -> tuple[float, float]:
     before, held = in_use_gib(), torch.cuda.memory_reserved()
     torch.cuda.empty_cache()
     return before, (held - torch.cuda.memory_reserved()) / 2**30
+
+
+def rows_of(values: Tensor, batch: Batch, micro_batch: MicroBatch) -> list[Tensor]:
+    """Split the values of all tokens into the samples of a pass, without fillers."""
+    return [part for at, part in zip(micro_batch, values.split(batch.lengths), strict=True) if at != FILLER]
+
+
+def only_output(output: ModelOutput, more: tuple[str, ...] = ()) -> Tensor:
+    """Return the only output of a forward pass, or log-probs and what stands beside them as [N, K]."""
+    if more:
+        return torch.stack([output.logprobs, *(getattr(output, name) for name in more)], -1)
+    return next(getattr(output, one.name) for one in fields(output) if is_filled(output, one.name))

@@ -205,6 +205,7 @@ def trained_token_bytes(config: RLConfig) -> int:
         "teacher_logprobs": int("teacher" in wanted),
         "values and returns": 2 * ("critic" in wanted),
         "entropy": int(config.monitoring.tokens or algorithm.needs_entropy()),
+        "squares": int("squares" in wanted),
     }
     return NUMBER * sum(added.values())
 

@@ -5,7 +5,7 @@ import datetime
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from trueline.algorithms.importance_sampling import draw_sums
 from trueline.algorithms.losses import LOSSES, over_learnt, router_loss
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, PolicyTrainingConfig, RanksConfig, TrainingConfig
-from trueline.data.batching import FILLER, MicroBatch, SampleReader, collate
+from trueline.data.batching import MicroBatch, SampleReader, collate
 from trueline.data.types import Batch, LossOutput, ModelOutput, is_filled
 from trueline.models.compiling import CompiledLayers
 from trueline.models.head import HEAD_CHUNK
@@ -161,15 +161,19 @@ class Worker:
         passes: list[MicroBatch],
         temperature: float,
         reference: bool = False,
-        entropy: bool = False,
+        more: Names = (),
     ) -> np.ndarray:
-        """Return log-probs or scores of this rank's tokens in the plan's order; as `reference`, without adapters."""
+        """Return log-probs or scores of this rank's tokens in the plan's order; as `reference`, without adapters.
+
+        With `more` (entropy, squares), these stand beside the log-probs.
+        """
         rows: list[Tensor] = []
         without = adapters_off(self.model) if reference and self.adapter is not None else nullcontext()
         with self.eval_mode(), without:
             for micro_batch in passes:
                 batch = collate(packed, micro_batch, self.device, experts=not reference)
-                rows += rows_of(only_output(self.engine.forward(batch, temperature, entropy)), batch, micro_batch)
+                output = self.engine.forward(batch, temperature, "entropy" in more, "squares" in more)
+                rows += reports.rows_of(reports.only_output(output, more), batch, micro_batch)
                 WORK.move()
         return torch.cat(rows).cpu().numpy() if rows else np.zeros(0, dtype=np.float32)
 
@@ -182,13 +186,13 @@ class Worker:
             return sharing_gap(batch, self._outputs, self.model.get_input_embeddings())
 
     def _outputs(self, batch: Batch) -> Tensor:
-        return only_output(self.engine.forward(batch, 1.0, entropy=False))
+        return reports.only_output(self.engine.forward(batch, 1.0, entropy=False))
 
     def score_kept(
         self, packed: SampleReader, passes: list[MicroBatch], names: Names, temperature: float, reference: bool = False
     ) -> tuple[None, Arrays]:
-        """Score, and return the result as a field of the samples; after log-probs, entropies may be another one."""
-        found = self.score(packed, passes, temperature, reference, "entropy" in names)
+        """Score, and return the result as a field of the samples; others may stand beside log-probs."""
+        found = self.score(packed, passes, temperature, reference, names[1:])
         return None, dict(zip(names, found.reshape(-1, len(names)).T.copy(), strict=True))
 
     @contextmanager
@@ -246,8 +250,8 @@ class Worker:
         logprobs, entropies = list[Tensor](), list[Tensor]()
         for number, micro_batch in enumerate(passes, 1):
             batch, output, values = self._loss(packed, micro_batch, loss, settings)
-            logprobs += rows_of(batch.old_logprobs, batch, micro_batch) if settings.logprobs_from_update else []
-            entropies += rows_of(output.entropy.detach(), batch, micro_batch) if settings.entropies else []
+            logprobs += reports.rows_of(batch.old_logprobs, batch, micro_batch) if settings.logprobs_from_update else []
+            entropies += reports.rows_of(output.entropy.detach(), batch, micro_batch) if settings.entropies else []
             more: dict[str, Tensor] = draw_sums(output, batch) if settings.draws else {}
             if self.scorer.replay:
                 more |= {reports.AGREED: output.agreed.sum(), reports.REPORTED: output.reported.sum()}
@@ -436,15 +440,3 @@ def worker_target(ranks: RanksConfig) -> Target[Worker]:
 
 def rank_environment(ranks: RanksConfig, gpus: int) -> dict[str, str]:
     return TRAIN_ENGINES[ranks.engine].environment(ranks, gpus)
-
-
-def rows_of(values: Tensor, batch: Batch, micro_batch: MicroBatch) -> list[Tensor]:
-    """Split the values of all tokens into the samples of a pass, without fillers."""
-    return [part for at, part in zip(micro_batch, values.split(batch.lengths), strict=True) if at != FILLER]
-
-
-def only_output(output: ModelOutput) -> Tensor:
-    """Return the only output of a forward pass, or log-probs and entropies as [N, 2]."""
-    if is_filled(output, "entropy"):
-        return torch.stack([output.logprobs, output.entropy], -1)
-    return next(getattr(output, one.name) for one in fields(output) if is_filled(output, one.name))

@@ -63,7 +63,7 @@ def test_the_policy_waits_for_the_critics_variance_within_its_bounds() -> None:
 
 
 @pytest.mark.parametrize(
-    "advantage", ["group_norm", "gdpo", "group_mean", "maxrl", "leave_one_out", "own_needs:asking"]
+    "advantage", ["group_norm", "gdpo", "group_mean", "maxrl", "otb", "leave_one_out", "own_needs:asking"]
 )
 def test_a_group_estimator_needs_two_answers(advantage: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -84,6 +84,10 @@ def test_a_group_estimator_needs_two_answers(advantage: str) -> None:
         (["preset=maxrl", "shaping.overlong_factor=1"], "advantage=maxrl needs rewards from 0 on: set kl.place=loss"),
         (["preset=maxrl", "kl.place=reward", "kl.coefficient=0.1"], "loss and shaping.overlong_factor=0"),
         (["preset=on_policy_distill", "kl.place=reward"], "set kl.place=loss"),
+        (
+            ["preset=otb", "old_logprobs=rollout", "importance_sampling.mode=none"],
+            "advantage=otb needs the trainer's distributions",
+        ),
         (
             ["preset=gspo", "old_logprobs=rollout", "importance_sampling.mode=none"],
             "clip range of loss=gspo: set old_logprobs=recompute",

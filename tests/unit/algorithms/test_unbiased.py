@@ -95,6 +95,10 @@ def samples_of(world: World, paths: list[int]) -> list[Sample]:
         sample.reward = rewards[path].sum().item()
         sample.token_rewards = torch.zeros(len(world.mask)).masked_scatter(world.mask, rewards[path])
         sample.values = torch.full((len(world.mask),), 50.0).masked_scatter(world.mask, critic[path])
+        policy = world.logits.log_softmax(-1)[world.states(world.paths())[path]]  # [turns, actions]
+        taken = policy.gather(-1, world.paths()[path][:, None])[:, 0]
+        sample.old_logprobs = torch.zeros(len(world.mask)).masked_scatter(world.mask, taken)
+        sample.squares = torch.zeros(len(world.mask)).masked_scatter(world.mask, (2 * policy).exp().sum(-1))
         samples.append(sample)
     return samples
 
@@ -199,6 +203,7 @@ def test_maxrl_climbs_the_series_of_the_log_success_rate() -> None:
 
 BIASED: dict[str, tuple[dict[str, object], int | None]] = {
     "group_norm": ({"advantage": "group_norm"}, None),
+    "otb": ({"advantage": "otb"}, None),
     "whitening": ({"advantage": "reinforce", "whiten": True}, GROUP),
     "gae with lambda < 1 and a wrong critic": ({"advantage": "gae", "gae_lambda": 0.5}, None),
 }

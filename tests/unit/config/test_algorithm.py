@@ -23,6 +23,7 @@ PAPERS = {  # advantage, whitened, loss, weights, KL (place or estimator, coeffi
     "grpo": ("group_norm", False, "ppo_clip", "sequence_mean", ("k3", 1e-3), (0.2, 0.2), 8),
     "dr_grpo": ("group_mean", False, "ppo_clip", "constant", None, (0.2, 0.2), 8),
     "maxrl": ("maxrl", False, "ppo_clip", "constant", None, (0.2, 0.2), 16),
+    "otb": ("otb", False, "ppo_clip", "constant", None, (0.2, 0.2), 8),
     "rloo": ("leave_one_out", False, "reinforce", "sequence_sum", IN_REWARD, None, 8),
     "remax": ("greedy_baseline", False, "reinforce", "sequence_sum", IN_REWARD, None, 1),
     "dapo": ("group_norm", False, "ppo_clip", "token_mean", None, (0.2, 0.28), 16),

@@ -29,6 +29,24 @@ def trainable(tensors: list[Tensor | None], dtype: torch.dtype) -> list[Tensor |
     return [None if tensor is None else tensor.to(dtype).clone().requires_grad_() for tensor in tensors]
 
 
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("chunk", [3, 10_000])
+def test_sums_of_squares_come_with_or_without_entropies(entropy: bool, chunk: int) -> None:
+    tensors, targets = inputs(ROWS, True)
+    ours = trainable(tensors, torch.float32)
+    work = HeadWork(0.7, chunk, entropy, squares=True)
+    logprobs, entropies, variance, squares = ChunkedHead.apply(*ours, targets, work)
+    hidden, weight, bias = tensors
+    assert hidden is not None and weight is not None and bias is not None
+    shares = ((hidden @ weight.T + bias) / 0.7).softmax(-1)
+    torch.testing.assert_close(squares, shares.square().sum(-1))
+    torch.testing.assert_close(logprobs, shares.log()[torch.arange(ROWS), targets])
+    assert not squares.requires_grad and (entropies is None) == (variance is None) == (not entropy)
+    if entropies is not None and variance is not None:
+        plain = ChunkedHead.apply(*ours, targets, HeadWork(0.7, chunk, True))
+        assert torch.equal(entropies, plain[1]) and torch.equal(variance, plain[2]) and plain[3] is None
+
+
 def full(parts: list[Tensor | None], targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """All logits at once, by autograd alone."""
     hidden, weight, bias = parts
@@ -46,7 +64,7 @@ def full(parts: list[Tensor | None], targets: Tensor, temperature: float) -> tup
 def test_values_and_gradients_are_those_of_the_full_softmax(with_bias: bool, temperature: float, chunk: int) -> None:
     tensors, targets = inputs(ROWS, with_bias)
     ours, theirs = trainable(tensors, torch.float32), trainable(tensors, torch.float64)
-    logprobs, entropy, variance = ChunkedHead.apply(*ours, targets, HeadWork(temperature, chunk, entropy=True))
+    logprobs, entropy, variance, _ = ChunkedHead.apply(*ours, targets, HeadWork(temperature, chunk, entropy=True))
     expected_logprobs, expected_entropy, expected_variance = full(theirs, targets, temperature)
     torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
@@ -78,7 +96,7 @@ def test_without_entropy_log_probs_and_gradients_are_the_same(temperature: float
     found = []
     for entropy in (True, False):
         ours = trainable(tensors, torch.float32)
-        logprobs, entropies, variances = ChunkedHead.apply(*ours, targets, HeadWork(temperature, 3, entropy))
+        logprobs, entropies, variances, _ = ChunkedHead.apply(*ours, targets, HeadWork(temperature, 3, entropy))
         assert (entropies is None) == (variances is None) == (not entropy)
         (logprobs * torch.linspace(-1, 2, ROWS)).sum().backward()
         found.append([logprobs, *(tensor.grad for tensor in ours if tensor is not None)])
@@ -98,7 +116,7 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 def test_zero_rows_give_zero_gradients() -> None:
     tensors, targets = inputs(0, True)
     ours = trainable(tensors, torch.float32)
-    logprobs, entropy, variance = ChunkedHead.apply(*ours, targets, HeadWork(1.0, 4, entropy=True))
+    logprobs, entropy, variance, _ = ChunkedHead.apply(*ours, targets, HeadWork(1.0, 4, entropy=True))
     assert logprobs.shape == entropy.shape == variance.shape == (0,)
     (logprobs.sum() + entropy.sum()).backward()
     for tensor in ours:
@@ -134,7 +152,7 @@ def test_the_test_of_draws_tells_narrowed_sampling_from_honest(controls: dict[st
     params: Any = SamplingParams(0.8, 1, (), **controls)  # type: ignore[arg-type]
     shares = torch.stack([shape_logits(row, params, []) for row in logits]).softmax(-1)
     tokens = torch.multinomial(shares, 1, generator=generator)[:, 0]
-    logprobs, entropy, variance = ChunkedHead.apply(hidden, weight, None, tokens, HeadWork(0.8, 128, entropy=True))
+    logprobs, entropy, variance, _ = ChunkedHead.apply(hidden, weight, None, tokens, HeadWork(0.8, 128, entropy=True))
     found = draw_metrics((logprobs + entropy).sum().item(), variance.sum().item())
     z, effect = found["mismatch/sampler_z"], found["mismatch/sampler_effect"]
     assert (z > 6 and effect > 0.05) if caught else abs(z) < 4

@@ -560,6 +560,26 @@ def test_scoring_tells_log_probs_and_entropies_as_the_update_after_it_does(model
         assert (one.entropy[one.mask] > 1).all() and (one.old_logprobs[one.mask] < -1).all()
 
 
+def test_scoring_tells_squares_alone_or_beside_entropies(model_folder: Path) -> None:
+    samples, group = make_samples(5, seed=33), make_group(make_worker(model_folder), rows=2)
+    for sample in samples:
+        del sample.old_logprobs
+    found = []
+    for names in (("old_logprobs", "squares"), ("old_logprobs", "entropy", "squares"), ("old_logprobs",)):
+        stored = store_samples(samples)
+        for block in group.score_stored(stored, *names, temperature=SETTINGS.temperature):
+            stored.add(block)
+        found.append(open_samples(stored))
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    for alone, beside, plain in zip(*found, strict=True):
+        logits = model(input_ids=alone.tokens[None]).logits[0, :-1].detach() / SETTINGS.temperature
+        expected = logits.softmax(-1).square().sum(-1)[alone.mask[1:]]
+        torch.testing.assert_close(alone.squares[alone.mask], expected, rtol=1e-4, atol=1e-6)
+        assert torch.equal(alone.squares, beside.squares) and not is_filled(plain, "squares")
+        assert torch.equal(alone.old_logprobs, plain.old_logprobs)
+        assert (beside.entropy[alone.mask] > 1).all()
+
+
 def test_an_update_tells_the_entropy_of_each_token(model_folder: Path) -> None:
     """In the samples' own order, whatever the passes: that of the distribution at the run's temperature."""
     samples = make_samples(7, seed=31)

@@ -29,10 +29,10 @@ class TrainEngine(Protocol):
     average: MovingAverage | None
     steps: int  # optimizer steps made so far
 
-    def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput:
+    def forward(self, batch: Batch, temperature: float, entropy: bool, squares: bool = False) -> ModelOutput:
         experts = batch.experts if is_filled(batch, "experts") else None
         given = batch.tokens, batch.mask_on_host(), batch.lengths, temperature, entropy, experts, batch.repeats
-        fields = self.module(*given, batch.pictures)
+        fields = self.module(*given, batch.pictures, squares)
         output = ModelOutput()
         for name, tensor in fields.items():
             setattr(output, name, tensor)

@@ -150,8 +150,8 @@ class FSDP2Engine(TrainEngine):
         if config.ema_decay:
             self.average = optimizers.MovingAverage(held, config.ema_decay)
 
-    def forward(self, batch: Batch, temperature: float, entropy: bool) -> ModelOutput:
-        output = super().forward(batch, temperature, entropy)
+    def forward(self, batch: Batch, temperature: float, entropy: bool, squares: bool = False) -> ModelOutput:
+        output = super().forward(batch, temperature, entropy, squares)
         if not torch.is_grad_enabled():  # no backward pass will free what was gathered, or gather it anew
             for one in fsdp_modules(self.module):
                 one.reshard()
