@@ -154,6 +154,37 @@ def test_a_fifth_of_the_tokens_teaches(tmp_path: Path) -> None:
     assert 0 < rows[0]["grad_norm"] < first["grad_norm"]
 
 
+ECHO = """
+class Clerk:
+    def reset(self, prompt):
+        self.turns = 0
+
+    def step(self, reply):
+        self.turns += 1
+        return {"messages": "noted, and what else?", "reward": 0.5, "done": self.turns == 2}
+"""
+
+
+def test_a_policy_learns_what_its_environment_answers(tmp_path: Path) -> None:
+    """All rewards are equal, so that nothing else teaches; without the loss, answers stay as unlikely as they were."""
+    (tmp_path / "clerk.py").write_text(ECHO)
+    words = [f"environment.function={tmp_path}/clerk.py:Clerk", "reward.function=", "rollout.max_new_tokens=64"]
+    words += [
+        "environment.max_turn_tokens=4",
+        "rollout.max_prompt_tokens=64",
+        "prompts_per_step=4",
+        "algorithm.group_size=2",
+        "steps=12",
+    ]
+    rows = train(tmp_path, "dr_grpo", *words, "algorithm.observation_loss=0.5")
+    found = [row["policy/observation_loss"] for row in rows]
+    assert found[0] > 4 and found[-1] < found[0] - 1 and rows[0]["grad_norm"] > 0
+    assert rows[0]["loss"] == pytest.approx(0.5 * found[0], rel=1e-4)
+    (tmp_path / "without").mkdir()
+    (plain,) = train(tmp_path / "without", "dr_grpo", *words, "steps=1")
+    assert plain["grad_norm"] == 0 and "policy/observation_loss" not in plain
+
+
 def test_old_logprobs_may_be_the_engines(tmp_path: Path) -> None:
     words = ["algorithm.old_logprobs=rollout", "algorithm.importance_sampling.mode=token_mask", "minibatches=2"]
     rows = train(tmp_path, "cispo", *words)

@@ -416,7 +416,8 @@ def needs_batch(config: AlgorithmConfig) -> str:
         return f"algorithm.top_entropy_share={config.top_entropy_share:g}"
     if is_own(config.advantage) or {"batch", "critic"} & {*needs(config)}:
         return f"algorithm.advantage={config.advantage}"
-    return f"algorithm.positive_nll={config.positive_nll:g}" if config.positive_nll else ""
+    means = {"positive_nll": config.positive_nll, "observation_loss": config.observation_loss}  # of their own tokens
+    return next((f"algorithm.{name}={weight:g}" for name, weight in means.items() if weight), "")
 
 
 def policy_waits(config: AlgorithmConfig) -> int:

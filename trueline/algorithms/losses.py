@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax, logsigmoid, relu
 
-from trueline.algorithms.policy_losses import label_good_completions, policy_loss
+from trueline.algorithms.policy_losses import count_tokens, policy_loss
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.supervised import DistillConfig, KTOConfig, PreferenceConfig, RewardModelConfig
 from trueline.data.types import Batch, LossOutput, ModelOutput, Sample
@@ -240,10 +240,11 @@ class Loss:
     prepare: Numbers = lambda *_: {}  # statistics of the whole minibatch, before the loss
     facts: Numbers = lambda *_: {}  # saved with the model after an evaluation
     entropy: bool = False  # whether it reads the entropy, which costs a pass over the logits
+    observes: Callable[[Any], bool] = lambda section: False  # whether it reads log-probs of environments' tokens
 
 
 LOSSES: dict[str, Loss] = {
-    "policy": Loss(policy_loss, prepare=label_good_completions, entropy=True),
+    "policy": Loss(policy_loss, count_tokens, entropy=True, observes=lambda config: config.observation_loss > 0),
     "value": Loss(value),
     "sft": Loss(sft),
     "preference": Loss(preference),

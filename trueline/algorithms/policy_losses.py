@@ -21,6 +21,7 @@ GMPO_CLIP = 0.4  # of a token's log-ratio
 K3_LINEAR_BELOW = -2.6108686381  # the log-ratio at which k3 is 10
 OFF_POLICY_LIMIT = 10.0
 SMALLEST_REST = 1e-7  # of 1 - p in float32
+OBSERVATION = "policy/observation_loss"
 CLIPPED = "clipped to [1 - {0.clip_low:g}, 1 + {0.clip_high:g}]"
 
 
@@ -96,7 +97,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = table_of(ppo_clip, gspo, cispo, reinforce
 
 def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> LossOutput:
     """Compute the chosen loss, corrected for engine mismatch, plus the KL, entropy and likelihood terms."""
-    logprobs, ratio = output.logprobs, ratios(output.logprobs, batch)
+    logprobs = output.logprobs if batch.observed is None else output.logprobs.where(batch.mask, 0.0)
+    ratio = ratios(logprobs, batch)
     chosen = lookup(POLICY_LOSSES, config.loss, "algorithm.loss")
     loss = chosen(logprobs, batch, config)
     if chosen.key:
@@ -116,16 +118,22 @@ def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> L
         loss.values = loss.values - config.entropy_coefficient * output.entropy
     if config.positive_nll > 0:
         loss.values = loss.values + config.positive_nll * positive_nll(logprobs, batch)
+    if batch.observed is not None:
+        loss.totals[OBSERVATION] = observation_nll(output.logprobs, batch)
+        loss.added = config.observation_loss * loss.totals[OBSERVATION]
     return loss
 
 
-def label_good_completions(samples: list[Sample], config: AlgorithmConfig, score: object) -> dict[str, float]:
-    """Label the completions of `positive_nll`, and count their tokens in the whole minibatch."""
-    if config.positive_nll == 0:
-        return {}
-    for sample in samples:
-        sample.label = float(sample.task_reward > 0)
-    return {"positive_tokens": float(sum(one.sampled_tokens() for one in samples if one.label and one.weight))}
+def count_tokens(samples: list[Sample], config: AlgorithmConfig, score: object) -> dict[str, float]:
+    """Count the tokens of the whole minibatch that `positive_nll` and `observation_loss` average over."""
+    found: dict[str, float] = {}
+    if config.positive_nll > 0:
+        for sample in samples:
+            sample.label = float(sample.task_reward > 0)
+        found["positive_tokens"] = sum(one.sampled_tokens() for one in samples if one.label and one.weight)
+    if config.observation_loss > 0:
+        found["observed_tokens"] = sum(one.observed_tokens() for one in samples if one.weight)
+    return found
 
 
 def positive_nll(logprobs: Tensor, batch: Batch) -> Tensor:
@@ -133,6 +141,13 @@ def positive_nll(logprobs: Tensor, batch: Batch) -> Tensor:
     weights = batch.token_weights()
     shares = torch.where(weights > 0, batch.spread(batch.labels) / weights, 0.0)
     return -logprobs * shares / max(batch.statistics["positive_tokens"], 1.0)
+
+
+def observation_nll(logprobs: Tensor, batch: Batch) -> Tensor:
+    """Return this pass's part of the mean NLL of what environments answered: ECHO (arXiv:2605.24517)."""
+    assert batch.observed is not None
+    learnt = batch.observed & (batch.spread(batch.shares) > 0)  # without fillers and filtered completions
+    return -logprobs.where(learnt, 0.0).sum() / max(batch.statistics["observed_tokens"], 1.0)
 
 
 def clipped_surrogate(ratio: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:

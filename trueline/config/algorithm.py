@@ -150,6 +150,8 @@ class AlgorithmConfig(Config):
     """Weight of the entropy bonus."""
     positive_nll: float = Field(0.0, ge=0)
     """Weight of the negative log-likelihood of completions with a reward above 0 (VAPO)."""
+    observation_loss: float = Field(0.0, ge=0)
+    """Weight of the negative log-likelihood of what environments, tools and users answer in later turns (ECHO)."""
     value_clip: float = Field(0.5, ge=0)
     """Clip the critic's value to this distance from its old value in the value loss. 0: off."""
     critic_warmup_steps: int = Field(0, ge=0)

@@ -201,6 +201,12 @@ class RLConfig(RunConfig):
         if not self.has_reward() and self.evaluation.named_sets():
             raise ValueError("evaluation needs a reward: set reward.function, or remove evaluation.data")
         self.checkpoint.check_best(bool(self.evaluation.named_sets()), self.evaluation.every)
+        if (weight := self.algorithm.observation_loss) and not self.environment.kind():
+            raise ConfigError(
+                f"algorithm.observation_loss={weight:g} learns what environments answer, and episodes have one turn: "
+                "set it to 0, or set environment.function, environment.tools or environment.agent",
+                key="algorithm.observation_loss",
+            )
         for name, value in self.rollout.reshaping_keys().items():
             raise ValueError(
                 f"rollout.{name}={value} would make training ratios wrong, because log-probs are of the full "

@@ -261,8 +261,16 @@ class Sample:
     def sampled_tokens(self) -> int:
         return int(self.mask.sum())
 
+    def observed_tokens(self) -> int:
+        return int(observed(self.mask).sum())
+
     def whose(self) -> Whose:
         return ~id(self) if self.episode is None else self.episode, self.role
+
+
+def observed(mask: Tensor) -> Tensor:
+    """Tell which tokens [T] of a sequence an environment has answered: behind the first masked one, and not masked."""
+    return (mask.cumsum(0) > 0) & ~mask
 
 
 class Kin(NamedTuple):
@@ -296,6 +304,7 @@ class Batch:
     labels: Tensor  # [B] float32
     statistics: dict[str, float] = field(default_factory=dict)  # of the whole minibatch, from a loss's `prepare`
     host_mask: Tensor | None = None  # the mask on the host, read without waiting for the device
+    observed: Tensor | None = None  # [N] bool, tokens of an environment whose log-probs the loss reads as well
     sizes: Tensor | None = None  # [B] int64, the lengths on the device
     repeats: list[Repeat] = field(default_factory=list)  # tokens to be computed once; `of` stands before its own `at`
     pictures: list[tuple[Picture, ...]] = field(default_factory=list)  # of each sequence, if any has one
@@ -335,6 +344,12 @@ class Batch:
 
     def mask_on_host(self) -> Tensor:
         return self.mask.cpu() if self.host_mask is None else self.host_mask
+
+    def observe(self) -> None:
+        """Let models compute the log-probs of tokens that an environment has answered, too."""
+        mask = self.mask_on_host()
+        answered = torch.cat([observed(part) for part in mask.split(self.lengths)])
+        self.host_mask, self.observed = mask | answered, to_device(answered, self.tokens.device)
 
 
 def is_filled(record: Any, name: str) -> bool:
@@ -421,7 +436,7 @@ def to_samples(trajectory: Trajectory, episode: int | None = None) -> list[Sampl
 class ModelOutput:
     """The outputs of a model for a batch, aligned with its tokens; each kind of head fills its own fields."""
 
-    logprobs: Tensor = later()  # [N] of token t given those before it; zero outside the mask
+    logprobs: Tensor = later()  # [N] of token t given those before it; zero outside the mask and `observed`
     entropy: Tensor = later()  # [N] of the distribution of token t
     variance: Tensor = later()  # [N] of log p under it
     squares: Tensor = later()  # [N] sum of p^2 over it
@@ -442,3 +457,5 @@ class LossOutput:
     means: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
     per_sequence: bool = False
+    added: Tensor | None = None  # a part of the loss that has its own average
+    totals: dict[str, Tensor] = field(default_factory=dict)  # metrics that passes and ranks add up

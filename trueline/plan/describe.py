@@ -301,6 +301,7 @@ def describe_terms(algorithm: AlgorithmConfig) -> str:
         "dual clip": algorithm.dual_clip,
         "entropy bonus": algorithm.entropy_coefficient,
         "NLL of good completions": algorithm.positive_nll,
+        "NLL of the environment's answers": algorithm.observation_loss,
         "overlong penalty": algorithm.shaping.overlong_factor,
     }
     words = [f"{name} {value:g}" for name, value in terms.items() if value]

@@ -10,7 +10,7 @@ import torch
 from trueline.data.batching import find_families
 from trueline.data.messages import content_of
 from trueline.data.pictures import Picture, bare
-from trueline.data.types import PICTURES, Dialogue, Kin, Outcome, Sample, Trajectory, is_filled, to_samples
+from trueline.data.types import PICTURES, Dialogue, Kin, Outcome, Sample, Trajectory, is_filled, observed, to_samples
 from trueline.environments.single_turn import reward_call
 from trueline.runtime.actors import Stored
 
@@ -44,6 +44,7 @@ class SequenceSummary:
     length: int
     sampled: int  # tokens
     version: int  # of the oldest sampled token
+    observed: int = 0  # tokens that the environment answered
     kin: Kin = Kin()
     role: str = ""
 
@@ -128,10 +129,7 @@ def summarise(trajectory: Trajectory) -> EpisodeSummary:
         trajectory.failed_reward,
         trajectory.metrics,
         trajectory.sampled_tokens(),
-        [
-            SequenceSummary(len(one.tokens), int(one.mask.sum()), one.oldest_version(), role=one.role)
-            for one in sequences
-        ],
+        [summarise_sequence(one) for one in sequences],
         int(versions.max(initial=0)),
         int(versions.sum(dtype=np.int64)),
         repeated_share(sequences) if sequences else 0.0,
@@ -140,6 +138,12 @@ def summarise(trajectory: Trajectory) -> EpisodeSummary:
         reward_call(trajectory.prompt, trajectory.reply, trajectory.talk) if trajectory.outcome.is_failure else {},
         trajectory.role_rewards,
     )
+
+
+def summarise_sequence(one: Trajectory) -> SequenceSummary:
+    answered = observed(torch.from_numpy(one.mask))
+    sizes = len(one.tokens), int(one.mask.sum()), one.oldest_version(), int(answered.sum())
+    return SequenceSummary(*sizes, role=one.role)
 
 
 def repeated_share(sequences: Sequence[Trajectory]) -> float:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trueline.algorithms.importance_sampling import EXCESS, VARIANCE
 from trueline.algorithms.losses import LOSSES
+from trueline.algorithms.policy_losses import OBSERVATION
 from trueline.config.model import WORTHWHILE, RanksConfig, TrainingConfig, reads_experts, sharing_obstacle
 from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, SampleReader, plan_micro_batches
 from trueline.data.types import Sample, pack_samples
@@ -41,7 +42,15 @@ class GradientsLost(RuntimeError):
     """Memory ran out, so the gradients of earlier parts of the step are discarded, too."""
 
 
-TOTALS = ("loss", "router_loss", AGREED, REPORTED, EXCESS, VARIANCE)  # sums of a report that are no means of tokens
+TOTALS = (
+    "loss",
+    "router_loss",
+    OBSERVATION,
+    AGREED,
+    REPORTED,
+    EXCESS,
+    VARIANCE,
+)  # sums of a report that are no means of tokens
 Actors = Sequence[Actor[Worker]]
 
 

@@ -47,7 +47,8 @@ class LossAccumulator:
         """Add a pass and its other sums, and return the weighted sum of its loss."""
         weights = batch.shares if loss.per_sequence else batch.token_weights()
         sums = {name: (weights * values).sum() for name, values in loss.means.items()} | more
-        sums["loss"] = (weights * loss.values).sum()
+        sums |= loss.totals
+        sums["loss"] = (weights * loss.values).sum() + (0.0 if loss.added is None else loss.added)
         sums["weight"] = weights.sum()
         for name, value in sums.items():
             self.sums.setdefault(name, []).append(value.detach())

@@ -38,11 +38,15 @@ class SampleNumbers:
     label: float = 0.0
     weight: float = 0.0
     kin: Kin = Kin()  # its family is a number within the group
+    observed: int = 0  # tokens that the environment answered
     parts: dict[str, float] = field(default_factory=dict)  # each reward, by name; without one that the policy made fail
     role: str = ""
 
     def sampled_tokens(self) -> int:
         return self.sampled
+
+    def observed_tokens(self) -> int:
+        return self.observed
 
     def whose(self) -> Whose:
         return self.episode, self.role

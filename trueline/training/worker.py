@@ -251,7 +251,9 @@ class Worker:
         for number, micro_batch in enumerate(passes, 1):
             batch, output, values = self._loss(packed, micro_batch, loss, settings)
             logprobs += reports.rows_of(batch.old_logprobs, batch, micro_batch) if settings.logprobs_from_update else []
-            entropies += reports.rows_of(output.entropy.detach(), batch, micro_batch) if settings.entropies else []
+            entropies += (
+                reports.rows_of(output.entropy.detach() * batch.mask, batch, micro_batch) if settings.entropies else []
+            )
             more: dict[str, Tensor] = draw_sums(output, batch) if settings.draws else {}
             if self.scorer.replay:
                 more |= {reports.AGREED: output.agreed.sum(), reports.REPORTED: output.reported.sum()}
@@ -294,12 +296,15 @@ class Worker:
     ) -> tuple[Batch, ModelOutput, LossOutput]:
         batch = collate(packed, micro_batch, self.device)
         batch.statistics = settings.statistics
-        output = self.engine.forward(batch, settings.temperature, entropy=LOSSES[loss].entropy)
+        row = LOSSES[loss]
+        if row.observes(settings.section):
+            batch.observe()
+        output = self.engine.forward(batch, settings.temperature, row.entropy)
         if self.scorer.replay is not None and not is_filled(output, reports.AGREED):
             raise ValueError(f"{KEY}: these samples have no experts of the engine; set it to false")
         if settings.logprobs_from_update:
-            batch.old_logprobs = output.logprobs.detach()
-        return batch, output, LOSSES[loss].compute(output, batch, settings.section)
+            batch.old_logprobs = output.logprobs.detach() * batch.mask
+        return batch, output, row.compute(output, batch, settings.section)
 
     def weight_specs(self, dtype: str) -> list[transport.TensorSpec]:
         return self.outgoing.specs(dtype)

@@ -165,3 +165,13 @@ def test_the_best_of_rl_has_the_highest_reward() -> None:
     assert RLConfig.load([], ["checkpoint.keep_best=1", "checkpoint.metric=loss"]).checkpoint.metric == "loss"
     words = [*BEST, "evaluation.data=x", "reward.function=math", "evaluation.every=5"]
     assert RLConfig.load([], words).checkpoint.metric == "-evaluation/reward"
+
+
+def test_what_environments_answer_can_be_learnt_only_where_they_do() -> None:
+    weight = {"algorithm": {"preset": "grpo", "observation_loss": 0.1}}
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.observation_loss=0\.1 learns .* set it to 0, or set environment"
+    ):
+        RLConfig.parse(weight)
+    for played in ({"function": "game.py:Game"}, {"tools": ["python"]}, {"agent": "agent.py:main"}):
+        RLConfig.parse(weight | {"environment": played})

@@ -243,6 +243,11 @@ def test_a_gradient_is_proven_within_its_precision(gap: float, proven: bool) -> 
         ({"algorithm": {"advantage": "gae"}}, "algorithm.advantage=gae needs the whole batch"),
         ({"algorithm": {"advantage": "statistics:fmean"}}, "algorithm.advantage=statistics:fmean needs the whole"),
         ({"algorithm": {"positive_nll": 0.1}}, "algorithm.positive_nll=0.1 needs the whole batch"),
+        (
+            {"algorithm": {"observation_loss": 0.1}, "environment": {"function": "game.py:Game"}},
+            "algorithm.observation_loss=0.1 needs the whole batch",
+        ),
+        ({"algorithm": {"advantage": "otb"}}, ""),
         ({"algorithm": {"top_entropy_share": 0.2}}, "algorithm.top_entropy_share=0.2 needs the whole batch"),
         ({"minibatches": 2}, "a step makes 2 updates"),
         ({"epochs": 3}, "a step makes 3 updates"),
