@@ -154,6 +154,15 @@ def test_a_fifth_of_the_tokens_teaches(tmp_path: Path) -> None:
     assert 0 < rows[0]["grad_norm"] < first["grad_norm"]
 
 
+def test_sampling_from_the_likeliest_tokens_is_what_the_update_reckons_with(tmp_path: Path) -> None:
+    """Engine and trainer agree on what was kept, so that ratios are 1, and draws are honest; and it still learns."""
+    rows = train(tmp_path, "dr_grpo", "rollout.top_k=100", "rollout.top_p=0.9", "rollout.temperature=0.8")
+    assert max(row["mismatch/logprob_gap_max"] for row in rows) < 1e-4
+    assert all(row["policy/ratio_deviation_max"] < 1e-4 for row in rows)
+    assert abs(rows[5]["mismatch/sampler_z_run"]) < 4  # later it is certain
+    assert fmean(row["reward/mean"] for row in rows[-3:]) > rows[0]["reward/mean"] + MARGIN
+
+
 ECHO = """
 class Clerk:
     def reset(self, prompt):

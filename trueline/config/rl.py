@@ -207,10 +207,10 @@ class RLConfig(RunConfig):
                 "set it to 0, or set environment.function, environment.tools or environment.agent",
                 key="algorithm.observation_loss",
             )
-        for name, value in self.rollout.reshaping_keys().items():
+        if (penalty := self.rollout.repetition_penalty) != 1:
             raise ValueError(
-                f"rollout.{name}={value} would make training ratios wrong, because log-probs are of the full "
-                f"distribution at rollout.temperature: remove it, or set evaluation.{name} for evaluation only"
+                f"rollout.repetition_penalty={penalty:g} would make training ratios wrong, because log-probs are of "
+                "the distribution without it: remove it, or set evaluation.repetition_penalty for evaluation only"
             )
 
     def has_reward(self) -> bool:

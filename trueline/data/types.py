@@ -262,13 +262,13 @@ class Sample:
         return int(self.mask.sum())
 
     def observed_tokens(self) -> int:
-        return int(observed(self.mask).sum())
+        return int(answered_places(self.mask).sum())
 
     def whose(self) -> Whose:
         return ~id(self) if self.episode is None else self.episode, self.role
 
 
-def observed(mask: Tensor) -> Tensor:
+def answered_places(mask: Tensor) -> Tensor:
     """Tell which tokens [T] of a sequence an environment has answered: behind the first masked one, and not masked."""
     return (mask.cumsum(0) > 0) & ~mask
 
@@ -348,7 +348,7 @@ class Batch:
     def observe(self) -> None:
         """Let models compute the log-probs of tokens that an environment has answered, too."""
         mask = self.mask_on_host()
-        answered = torch.cat([observed(part) for part in mask.split(self.lengths)])
+        answered = torch.cat([answered_places(part) for part in mask.split(self.lengths)])
         self.host_mask, self.observed = mask | answered, to_device(answered, self.tokens.device)
 
 

@@ -13,6 +13,7 @@ from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.config.supervised import DistillConfig
 from trueline.models.loading import load_model, shape_of
+from trueline.models.truncation import Truncation, truncate_around
 
 HEAD_CHUNK = {"cuda": 1024, "cpu": 128}  # tokens; the fastest
 
@@ -25,9 +26,10 @@ class HeadWork(NamedTuple):
     entropy: bool  # also the variance of log p
     compiled: bool = False  # few kernels for each slice
     squares: bool = False  # also the sum of p^2
+    kept: Truncation | None = None  # the likeliest tokens alone; both passes must keep the same ones, bit for bit
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return compile_kernel(function) if self.compiled else function
+        return compile_kernel(function) if self.compiled and self.kept is None else function
 
 
 class ChunkedHead(torch.autograd.Function):
@@ -72,7 +74,7 @@ class ChunkedHead(torch.autograd.Function):
         for rows in slices(len(targets), work.chunk):
             by_entropy = None if to_entropy is None else (to_entropy[rows], entropy[rows])
             known = targets[rows], normalizers[rows], to_logprob[rows], by_entropy
-            flow = flow_back(hidden[rows], weight, bias, known, work.temperature)
+            flow = flow_back(hidden[rows], weight, bias, known, work)
             hidden_gradient[rows] = flow @ weight
             if weight_gradient is not None:
                 weight_gradient += flow.T @ hidden[rows]
@@ -91,7 +93,7 @@ def read_slice(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, work: HeadWork
 ) -> tuple[Tensor, ...]:
     """Return normalizers and log-probs of targets; on request also entropy and variance of log p, and sums of p^2."""
-    logits = temper(hidden, weight, bias, work.temperature)
+    logits = temper(hidden, weight, bias, targets, work)
     normalizers = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - normalizers
     scores = logits.sub_(normalizers[:, None]) if work.entropy or work.squares else logits
@@ -100,17 +102,17 @@ def read_slice(
 
 
 def slice_gradient(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, known: tuple[Any, ...], temperature: float
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, known: tuple[Any, ...], work: HeadWork
 ) -> Tensor:
     """Return the gradient by logits, in the type of the hidden states."""
     targets, normalizers, to_logprob, by_entropy = known
-    scores = temper(hidden, weight, bias, temperature).sub_(normalizers[:, None])
+    scores = temper(hidden, weight, bias, targets, work).sub_(normalizers[:, None])
     if by_entropy is None:
         flow = scores.exp_().mul_(-to_logprob[:, None])
     else:
         flow = flow_with_entropy(scores, to_logprob, *by_entropy)
     flow.scatter_add_(-1, targets[:, None], to_logprob[:, None])
-    return (flow if temperature == 1 else flow.div_(temperature)).to(hidden.dtype)
+    return (flow if work.temperature == 1 else flow.div_(work.temperature)).to(hidden.dtype)
 
 
 def moments(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,10 +128,11 @@ def flow_with_entropy(scores: Tensor, to_logprob: Tensor, to_entropy: Tensor, en
     return -scores.exp() * factors
 
 
-def temper(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Return logits in float32, divided by the temperature."""
+def temper(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, work: HeadWork) -> Tensor:
+    """Return logits in float32, divided by the temperature; those of tokens that are not kept have probability 0."""
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    return logits if temperature == 1 else logits.div_(temperature)
+    logits = logits if work.temperature == 1 else logits.div_(work.temperature)
+    return logits if work.kept is None else truncate_around(targets, logits, work.kept)
 
 
 def slices(total: int, chunk: int) -> list[slice]:

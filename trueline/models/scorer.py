@@ -20,6 +20,7 @@ from trueline.models.head import ChunkedHead, HeadWork, Teacher, chunked_diverge
 from trueline.models.loading import scoring_head
 from trueline.models.ring_attention import RingGroup
 from trueline.models.routing import Replay
+from trueline.models.truncation import Truncation
 from trueline.models.vision import GRIDS, Vision, picture_tokens
 
 LENGTHS = (7, 5)  # of the sequences that the check compares
@@ -72,6 +73,7 @@ class Scorer(nn.Module):
         repeats: list[Repeat] | None = None,
         pictures: list[tuple[Picture, ...]] | None = None,
         squares: bool = False,
+        kept: Truncation | None = None,
     ) -> Outputs:
         """Run over tokens on the model's device; `mask` is on the host. Tokens that repeat others are not computed."""
         count, seen, pictures, inputs = len(tokens), {}, pictures or [], tokens
@@ -100,7 +102,7 @@ class Scorer(nn.Module):
         predicts = arrangement.local(predicting(mask, lengths))
         wanted = to_device(predicts.nonzero()[:, 0], tokens.device)
         head = self.model.get_output_embeddings()
-        work = HeadWork(temperature, self.chunk, entropy, self.compiled, squares)
+        work = HeadWork(temperature, self.chunk, entropy, self.compiled, squares, kept)
         rows, teacher = arrangement.rows(wanted), self.teacher[0]
         chosen = hidden.index_select(0, rows)
         if teacher is None:

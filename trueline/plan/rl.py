@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from trueline.algorithms.advantages import check_needs, needs, policy_learns, policy_waits
-from trueline.algorithms.shortcuts import stream_obstacle
+from trueline.algorithms.shortcuts import check_truncation, stream_obstacle
 from trueline.config.base import ConfigError, Tree, merge
 from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig, check_training
 from trueline.config.rl import OWN_GPU, ResolvedRollout, RLConfig
@@ -245,6 +245,7 @@ def check_engine(draft: RLDraft, engine: EngineRoom, divide: Callable[[], str]) 
 def check_algorithm(config: RLConfig) -> None:
     """Look functions up by name before the start, not first in a worker, and check that they get what they need."""
     check_needs(config.algorithm)
+    check_truncation(config)
     check_critic(config)
     part = config.algorithm.dynamic_sampling.reward
     if part is not None and part not in config.reward.parts:

@@ -15,6 +15,7 @@ from trueline.algorithms.loss_aggregation import set_weights
 from trueline.algorithms.reward_shaping import adapt_coefficient
 from trueline.algorithms.shortcuts import fresh_old_logprobs, untested_draws
 from trueline.config.rl import ResolvedRollout, RLConfig
+from trueline.models.truncation import Truncation
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
@@ -246,11 +247,12 @@ class RLTrainer:
     def settings(
         self, loss: str, first: bool, gradients: int = 0, then: Then = "step", scale: float = 1.0
     ) -> LossSettings:
-        is_policy = loss == "policy"
+        is_policy, kept = loss == "policy", Truncation.of(self.rollout)
         return LossSettings(
             self.rollout.temperature,
             self.config.algorithm,
-            {"kl_coefficient": self.kl_coefficient()},
+            statistics={"kl_coefficient": self.kl_coefficient()},
+            kept=None if kept.keeps_all() or not is_policy else kept,
             logprobs_from_update=is_policy and self.logprobs_from_update(),
             entropies=is_policy and self.config.monitoring.tokens,
             draws=is_policy and first and not untested_draws(self.config),

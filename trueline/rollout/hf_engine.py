@@ -13,6 +13,7 @@ from trueline.data.pictures import Picture, Shown
 from trueline.data.types import INTERRUPTED, NO_EXPERTS, Completion, experts_of
 from trueline.models.loading import DTYPES, load_model
 from trueline.models.routing import Recorder
+from trueline.models.truncation import Truncation, truncate
 from trueline.models.vision import GRIDS, load_vision
 from trueline.models.weight_names import WeightNames
 from trueline.monitoring.heartbeat import WORK
@@ -221,7 +222,7 @@ def draw(
 
 
 def shape_logits(logits: Tensor, params: SamplingParams, before: list[int]) -> Tensor:
-    """Return the logits [V] to sample from, minus infinity for excluded tokens; steps and order are vLLM's."""
+    """Return the logits [V] to sample from, minus infinity for excluded tokens."""
     if params.repetition_penalty != 1:
         places = torch.tensor(before, device=logits.device)
         known = logits[places]
@@ -229,16 +230,4 @@ def shape_logits(logits: Tensor, params: SamplingParams, before: list[int]) -> T
         logits = logits.index_put((places,), torch.where(known > 0, known / penalty, known * penalty))
     if not params.temperature:
         return logits
-    logits = logits / params.temperature
-    if params.min_p > 0:
-        shares = (logits - logits.max()).exp()
-        logits = logits.masked_fill(shares < params.min_p, -torch.inf)
-    if params.top_k > 0:
-        least = logits.topk(min(params.top_k, len(logits))).values[-1]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    if params.top_p < 1:
-        ascending, places = logits.sort()
-        unlikely = ascending.softmax(-1).cumsum(-1) <= 1 - params.top_p
-        unlikely[-1] = False  # the likeliest token stays, whatever rounding does
-        logits = logits.index_fill(0, places[unlikely], -torch.inf)
-    return logits
+    return truncate(logits / params.temperature, Truncation.of(params))

@@ -10,7 +10,7 @@ import torch
 from trueline.data.batching import find_families
 from trueline.data.messages import content_of
 from trueline.data.pictures import Picture, bare
-from trueline.data.types import PICTURES, Dialogue, Kin, Outcome, Sample, Trajectory, is_filled, observed, to_samples
+from trueline.data.types import PICTURES, Dialogue, Kin, Outcome, Sample, Trajectory, answered_places, is_filled, to_samples
 from trueline.environments.single_turn import reward_call
 from trueline.runtime.actors import Stored
 
@@ -141,7 +141,7 @@ def summarise(trajectory: Trajectory) -> EpisodeSummary:
 
 
 def summarise_sequence(one: Trajectory) -> SequenceSummary:
-    answered = observed(torch.from_numpy(one.mask))
+    answered = answered_places(torch.from_numpy(one.mask))
     sizes = len(one.tokens), int(one.mask.sum()), one.oldest_version(), int(answered.sum())
     return SequenceSummary(*sizes, role=one.role)
 

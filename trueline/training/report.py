@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trueline.data.batching import FILLER, MicroBatch
 from trueline.data.types import Batch, LossOutput, ModelOutput, is_filled
+from trueline.models.truncation import Truncation
 
 Metrics = dict[str, float]
 Then = Literal["step", "more", "discard"]  # what follows the passes: a step, more passes before it, or neither
@@ -22,6 +23,7 @@ AGREED, REPORTED = "agreed", "reported"  # experts that trainer and engine both 
 class LossSettings:
     temperature: float = 1.0
     section: Any = None  # of the configuration
+    kept: Truncation | None = None  # the likeliest tokens, from which completions were sampled
     statistics: dict[str, float] = field(default_factory=dict)  # of the whole minibatch
     logprobs_from_update: bool = False  # the only pass of the step computes the old log-probs
     entropies: bool = False  # return the entropy of each token

@@ -299,7 +299,7 @@ class Worker:
         row = LOSSES[loss]
         if row.observes(settings.section):
             batch.observe()
-        output = self.engine.forward(batch, settings.temperature, row.entropy)
+        output = self.engine.forward(batch, settings.temperature, row.entropy, kept=settings.kept)
         if self.scorer.replay is not None and not is_filled(output, reports.AGREED):
             raise ValueError(f"{KEY}: these samples have no experts of the engine; set it to false")
         if settings.logprobs_from_update:

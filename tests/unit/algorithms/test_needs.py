@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from trueline.algorithms.advantages import check_needs, needs, policy_learns, policy_waits, reads_reward
+from trueline.algorithms.shortcuts import check_truncation
 from trueline.config.algorithm import PRESETS, AlgorithmConfig
 from trueline.config.base import ConfigError
+from trueline.config.rl import RLConfig
 
 OWN = """
 from trueline.algorithms.entries import entry
@@ -121,3 +123,34 @@ def test_a_function_of_the_users_own_gets_what_it_asks_for_and_no_more(words: li
     config = AlgorithmConfig.load([], words)
     check_needs(config)
     assert reads_reward(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["rollout.max_staleness=1"], "older weights have kept others (rollout.max_staleness=1)"),
+        (["minibatches=2"], "later updates keep others (minibatches x epochs = 2)"),
+        (["epochs=3"], "later updates keep others (minibatches x epochs = 3)"),
+        (["algorithm.preset=grpo"], "the reference keeps others (algorithm.kl.coefficient=0.001)"),
+        (["algorithm.preset=on_policy_distill"], "the teacher keeps others: choose another advantage than teacher"),
+        (["algorithm.observation_loss=0.1", "environment.tools=python"], "observation_loss=0.1 learns tokens that"),
+        (["model.lora.rank=4", "model.lora.dropout=0.1"], "adapters have dropout"),
+        (["algorithm.preset=vapo"], "train only the critic"),
+        (["algorithm.preset=otb"], "algorithm.advantage=otb, or top_entropy_share, reads what is computed before"),
+        (["algorithm.top_entropy_share=0.2"], "or top_entropy_share, reads"),
+    ],
+)
+def test_narrowed_sampling_is_refused_where_the_update_cannot_find_what_was_kept(words: list[str], part: str) -> None:
+    config = RLConfig.load([], ["algorithm.preset=dr_grpo", "rollout.top_p=0.9", *words])
+    with pytest.raises(ConfigError) as caught:
+        check_truncation(config)
+    assert str(caught.value).startswith("rollout.top_p=0.9 keeps the likeliest tokens alone") and part in str(
+        caught.value
+    )
+    check_truncation(RLConfig.load([], ["algorithm.preset=dr_grpo", *words]))
+
+
+@pytest.mark.parametrize("word", ["rollout.top_p=0.9", "rollout.top_k=5", "rollout.min_p=0.1"])
+@pytest.mark.parametrize("more", [[], ["algorithm.preset=dapo"], ["algorithm.preset=dppo"], ["training.stream=true"]])
+def test_narrowed_sampling_is_free_elsewhere(word: str, more: list[str]) -> None:
+    check_truncation(RLConfig.load([], ["algorithm.preset=dr_grpo", *more, word]))

@@ -14,7 +14,7 @@ from tests.support.stored import store_samples
 from tests.unit.training.test_worker import SETTINGS, make_group, make_worker
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
-from trueline.data.types import Sample, observed
+from trueline.data.types import Sample, answered_places
 from trueline.rl.step import open_samples
 from trueline.training.report import LossSettings
 
@@ -45,9 +45,9 @@ def settings(weight: float, **more: Any) -> LossSettings:
 def test_what_lies_behind_the_first_sampled_token_is_observed() -> None:
     expected = ["....oo..", "..ooo", ".....o.", ".....", "....oo.oo.o"]
     for sample, letters in zip(episodes(), expected, strict=True):
-        assert observed(sample.mask).tolist() == [letter == "o" for letter in letters]
+        assert answered_places(sample.mask).tolist() == [letter == "o" for letter in letters]
         assert sample.observed_tokens() == letters.count("o")
-    assert not observed(torch.zeros(3, dtype=torch.bool)).any()
+    assert not answered_places(torch.zeros(3, dtype=torch.bool)).any()
 
 
 def measured(folder: Path, weight: float, **how: Any) -> tuple[dict[str, float], dict[str, np.ndarray]]:
@@ -64,7 +64,7 @@ def expected_loss(folder: Path) -> tuple[float, Any]:
     for sample in (one for one in episodes() if not one.filtered):
         logprobs = (model(input_ids=sample.tokens[None]).logits[0, :-1] / SETTINGS.temperature).log_softmax(-1)
         own = logprobs.gather(-1, sample.tokens[1:, None])[:, 0]
-        terms.append(-own[observed(sample.mask)[1:]])
+        terms.append(-own[answered_places(sample.mask)[1:]])
     loss = torch.cat(terms).mean()
     loss.backward()
     return loss.item(), {name: tensor.grad.numpy() for name, tensor in model.named_parameters()}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trueline.config.model import RanksConfig, TrainingConfig
 from trueline.data.types import Batch, ModelOutput, is_filled
+from trueline.models.truncation import Truncation
 from trueline.training.engines.optimizer import MovingAverage, learning_rate_at
 from trueline.training.engines.shards import Shard
 
@@ -29,10 +30,12 @@ class TrainEngine(Protocol):
     average: MovingAverage | None
     steps: int  # optimizer steps made so far
 
-    def forward(self, batch: Batch, temperature: float, entropy: bool, squares: bool = False) -> ModelOutput:
+    def forward(
+        self, batch: Batch, temperature: float, entropy: bool, squares: bool = False, kept: Truncation | None = None
+    ) -> ModelOutput:
         experts = batch.experts if is_filled(batch, "experts") else None
         given = batch.tokens, batch.mask_on_host(), batch.lengths, temperature, entropy, experts, batch.repeats
-        fields = self.module(*given, batch.pictures, squares)
+        fields = self.module(*given, batch.pictures, squares, kept)
         output = ModelOutput()
         for name, tensor in fields.items():
             setattr(output, name, tensor)

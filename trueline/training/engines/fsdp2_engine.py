@@ -19,6 +19,7 @@ from trueline.config.model import TrainingConfig
 from trueline.data.types import Batch, ModelOutput
 from trueline.models.loading import DTYPES, ShareOut
 from trueline.models.scorer import Scorer, hf_name
+from trueline.models.truncation import Truncation
 from trueline.training.engines import optimizer as optimizers
 from trueline.training.engines.engine import Chosen, TensorState, TrainEngine
 from trueline.training.engines.fsdp2_config import copies
@@ -150,8 +151,10 @@ class FSDP2Engine(TrainEngine):
         if config.ema_decay:
             self.average = optimizers.MovingAverage(held, config.ema_decay)
 
-    def forward(self, batch: Batch, temperature: float, entropy: bool, squares: bool = False) -> ModelOutput:
-        output = super().forward(batch, temperature, entropy, squares)
+    def forward(
+        self, batch: Batch, temperature: float, entropy: bool, squares: bool = False, kept: Truncation | None = None
+    ) -> ModelOutput:
+        output = super().forward(batch, temperature, entropy, squares, kept)
         if not torch.is_grad_enabled():  # no backward pass will free what was gathered, or gather it anew
             for one in fsdp_modules(self.module):
                 one.reshard()
