@@ -71,7 +71,7 @@ RL_MEANINGS = {
     "grpo": "No critic; rewards are normalised within each prompt's group",
     "dr_grpo": "GRPO without dividing by length or by the group's deviation",
     "maxrl": "Climb the log of the success rate: advantages over the group's mean reward",
-    "otb": "Group-relative advantages with a baseline of each token that makes the gradient vary least (OTB)",
+    "otb": "GRPO with the baseline of least variance at each token",
     "rloo": "REINFORCE with the mean of the group's other rewards as the baseline",
     "remax": "REINFORCE with the greedy completion's reward as the baseline",
     "dapo": "GRPO with dynamic sampling and a higher upper clip",

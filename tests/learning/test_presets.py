@@ -187,7 +187,7 @@ def test_a_policy_learns_what_its_environment_answers(tmp_path: Path) -> None:
     ]
     rows = train(tmp_path, "dr_grpo", *words, "algorithm.observation_loss=0.5")
     found = [row["policy/observation_loss"] for row in rows]
-    assert found[0] > 4 and found[-1] < found[0] - 1 and rows[0]["grad_norm"] > 0
+    assert 4 < found[0] < 8 and found[-1] < found[0] - 1 and rows[0]["grad_norm"] > 0
     assert rows[0]["loss"] == pytest.approx(0.5 * found[0], rel=1e-4)
     (tmp_path / "without").mkdir()
     (plain,) = train(tmp_path / "without", "dr_grpo", *words, "steps=1")

@@ -7,14 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.architectures import make_model
 from tests.support.stored import store_samples
 from tests.unit.training.test_worker import SETTINGS, make_group, make_worker
+from trueline.algorithms.entries import Entry
 from trueline.algorithms.loss_aggregation import set_weights
+from trueline.algorithms.policy_losses import POLICY_LOSSES
 from trueline.config.algorithm import AlgorithmConfig
-from trueline.data.types import Sample, answered_places
+from trueline.data.types import Batch, LossOutput, Sample, answered_places
 from trueline.rl.step import open_samples
 from trueline.training.report import LossSettings
 
@@ -105,6 +108,18 @@ def test_an_update_keeps_log_probs_and_entropies_of_sampled_tokens_alone(model_f
     for plain, sample in zip(*found, strict=True):
         for name in ("old_logprobs", "entropy"):
             torch.testing.assert_close(getattr(sample, name), getattr(plain, name))
+
+
+def test_losses_see_log_probs_of_sampled_tokens_alone(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, clean = POLICY_LOSSES["ppo_clip"], list[bool]()
+
+    def spy(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:
+        clean.append(bool((logprobs[~batch.mask] == 0).all()))
+        return plain(logprobs, batch, config)
+
+    monkeypatch.setitem(POLICY_LOSSES, "ppo_clip", Entry(spy))
+    measured(model_folder, WEIGHT)
+    assert clean == [True]
 
 
 def test_a_minibatch_without_answers_adds_nothing(model_folder: Path) -> None:
