@@ -52,8 +52,7 @@ def stored_samples(
                 reward = one.role_rewards.get(part.role, one.reward)
                 baseline = averages.get(part.role, 0.0) if one.baseline is None else one.baseline
                 known = (part.length, part.sampled, one.group, episode, part.version, reward, baseline, one.truncated)
-                more = {"kin": part.kin, "observed": part.observed, "parts": parts, "role": part.role}
-                rows.append(SampleNumbers(*known, **more))
+                rows.append(SampleNumbers(*known, kin=part.kin, observed=part.observed, parts=parts, role=part.role))
             episode += 1
         numbers, parcels = tuple(range(first, len(rows))), group.parcels
         blocks += [SampleBlock(RANKS, numbers, parcels.ranks), SampleBlock(STEP, numbers, parcels.step)]

@@ -10,7 +10,17 @@ import torch
 from trueline.data.batching import find_families
 from trueline.data.messages import content_of
 from trueline.data.pictures import Picture, bare
-from trueline.data.types import PICTURES, Dialogue, Kin, Outcome, Sample, Trajectory, answered_places, is_filled, to_samples
+from trueline.data.types import (
+    PICTURES,
+    Dialogue,
+    Kin,
+    Outcome,
+    Sample,
+    Trajectory,
+    answered_places,
+    is_filled,
+    to_samples,
+)
 from trueline.environments.single_turn import reward_call
 from trueline.runtime.actors import Stored
 
