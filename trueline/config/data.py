@@ -55,11 +55,37 @@ class SourceConfig(Config):
         return "data.mixture" if self.mixture else "data.path"
 
 
+class DifficultyConfig(Config):
+    """Let prompts rest that are too easy or too hard at present: their groups carry no signal."""
+
+    enabled: bool = False
+    """Skip and count prompts whose completions all passed, or all failed, when they were last sampled."""
+    low: float = Field(0.0, ge=0, le=1)
+    """A prompt is too hard if at most this share of its completions pass."""
+    high: float = Field(1.0, ge=0, le=1)
+    """A prompt is too easy if at least this share of its completions pass."""
+    pass_reward: float = 1.0
+    """Completions with at least this task reward pass."""
+    rest: int = Field(1, ge=1)
+    """How often a prompt is skipped, once in every epoch, before it comes back."""
+    longest_rest: int = Field(8, ge=1)
+    """Each further rest for the same reason is twice as long, up to this."""
+    column: str | None = None
+    """Column with pass rates that are known before the start (0 to 1, or empty). null: none are."""
+
+    def check_keys(self) -> None:
+        if self.low >= self.high:
+            raise ValueError(f"difficulty.low={self.low:g} must be below high={self.high:g}: lower it")
+        if self.rest > self.longest_rest:
+            raise ValueError(f"difficulty.rest={self.rest} is above longest_rest={self.longest_rest}: raise the latter")
+
+
 class PromptDataConfig(SourceConfig):
     label_column: str | None = None
     """Column passed to rewards as `label`. null: the first of label, answer, solution that exists."""
     too_long: Literal["error", "drop"] = "error"
     """For prompts above rollout.max_prompt_tokens. error: stop and name the row. drop: skip and count them."""
+    difficulty: DifficultyConfig = DifficultyConfig()
 
 
 class DataConfig(SourceConfig):

@@ -1,5 +1,6 @@
 """The configuration of a reinforcement-learning run."""
 
+import math
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -78,6 +79,10 @@ class RolloutConfig(SamplingControls):
     """In-flight completions finish first, or continue with the new weights: in any engine (interrupt) or their own."""
     too_old: Literal["wait", "drop"] = "wait"
     """A group that would exceed max_staleness after this step: wait for it now, or drop it."""
+    oversample: float | None = Field(None, ge=0)
+    """Sample so many more groups than a step needs (0.25: a quarter); the rest goes on. null: max_staleness."""
+    window: int | None = Field(None, ge=1)
+    """At most window - 1 groups drawn later are taken before a group (1: the order of the data). null: no bound."""
     seeded: bool | None = None
     """Give every completion its own seed, so that it can be reproduced. null: on unless it slows sampling (GPUs)."""
     max_sequences: int = Field(256, ge=1)
@@ -94,6 +99,17 @@ class RolloutConfig(SamplingControls):
     """ngram: vLLM guesses tokens from repeated text. GPUs only, and not tried there yet: watch mismatch/sampler_z."""
     lean_logprobs: bool | None = None
     """Keep the log-probs of vLLM's tokens on the device until a request ends. null: on GPUs."""
+
+    def check_keys(self) -> None:
+        if self.extra_share() > self.max_staleness:
+            raise ValueError(
+                f"oversample={self.oversample:g}: the rest of a step would be older than max_staleness="
+                f"{self.max_staleness} when it is trained: set rollout.max_staleness={math.ceil(self.extra_share())}"
+            )
+
+    def extra_share(self) -> float:
+        """Return how many more groups are in flight than a step needs, in steps."""
+        return self.max_staleness if self.oversample is None else self.oversample
 
 
 class ResolvedRollout(RolloutConfig):
@@ -200,6 +216,9 @@ class RLConfig(RunConfig):
             check_mesh(role, role.model_like(self.model, self.model.path), name, whose="its ")
         if not self.has_reward() and self.evaluation.named_sets():
             raise ValueError("evaluation needs a reward: set reward.function, or remove evaluation.data")
+        if self.data.difficulty.enabled and (group < 2 or not self.has_reward()):
+            least = "set algorithm.group_size to 2 or more" if group < 2 else "set reward.function"
+            raise ValueError(f"data.difficulty.enabled=true compares the rewards of a prompt's completions: {least}")
         self.checkpoint.check_best(bool(self.evaluation.named_sets()), self.evaluation.every)
         if (weight := self.algorithm.observation_loss) and not self.environment.kind():
             raise ConfigError(

@@ -12,7 +12,7 @@ from trueline.data.chat import ChatFormat
 from trueline.data.messages import Tool
 from trueline.data.pictures import COLUMNS, take_pictures
 from trueline.data.readers import LABEL_COLUMNS, choose_column, read_messages, read_tools, value_of
-from trueline.data.rows import TEXT, Lazy, Located, is_large, naming, sizes_of
+from trueline.data.rows import TEXT, Lazy, Located, Row, is_large, naming, sizes_of
 from trueline.data.types import Prompt, with_tools
 
 PROMPT_COLUMNS = ("messages", "prompt", "question")
@@ -156,6 +156,22 @@ def prompt_text(prompt: Prompt, chat: ChatFormat) -> str:
         chat.check_tools(prompt.messages, prompt.tools, column="tools" in prompt.columns)
         chat.check_rounds(prompt.tools)
         return chat.prompt_text(prompt.messages, prompt.tools)
+
+
+def known_rates(prompts: Sequence[Prompt], column: str) -> list[float | None]:
+    """Return the pass rate that a column gives of each prompt, where it does; no prompt is made for it."""
+    if isinstance(prompts, LazyPrompts):
+        return [known_rate(one.row, one.place, column) for one in prompts.rows]
+    return [known_rate(one.columns, one.place(), column) for one in prompts]
+
+
+def known_rate(columns: Row, place: str, column: str) -> float | None:
+    if column not in columns:
+        raise ConfigError(f"{place}: column {column!r} is missing: add it, or set data.difficulty.column=null")
+    rate = columns[column]
+    if rate is None or (isinstance(rate, int | float) and 0 <= rate <= 1):
+        return rate
+    raise ConfigError(f"{place}: {column}={rate!r} is no pass rate: set a number from 0 to 1, or leave it empty")
 
 
 def refused_rows(lengths: np.ndarray, most: int, too_long: str) -> np.ndarray:

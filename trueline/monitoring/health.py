@@ -285,6 +285,19 @@ def length(history: History, series: Series) -> Finding:
     return Finding(WATCH if longer else FINE, "length", what, key="algorithm.shaping.overlong_factor")
 
 
+def length_bias(_: History, series: Series) -> Finding:
+    error = MEDIAN_ERROR * series.noise() / sqrt(series.window)
+    biased = -series.recent > max(limits.LENGTH_BIAS, limits.SIGMAS.watch * error)
+    what = f"completions that are trained are {-series.recent:.0%} shorter than those that are drawn"
+    return Finding(WATCH if biased else FINE, "length_bias", what, "set rollout.too_old=wait", "rollout.too_old")
+
+
+def resting(_: History, series: Series) -> Finding:
+    what = f"nearly all prompts rest as too easy or too hard: {series.recent:.0f} in a step come back early"
+    level = WATCH if series.recent > 0 else FINE
+    return Finding(level, "resting", what, "use other prompts, or end the run", "data.difficulty.longest_rest")
+
+
 def loss(history: History, series: Series) -> Finding:
     """Check a task's own loss, which has to fall; that of a policy has no such meaning."""
     start, rise, level = series.start(), series.recent - series.start(), FINE
@@ -308,6 +321,8 @@ RULES: dict[str, tuple[str, Rule]] = {  # name, which is the code -> the metric 
     "gradient": ("grad_norm", gradient),
     "clipping": ("policy/clip_fraction", clipping),
     "length": ("response_length/mean", length),
+    "length_bias": ("rollout/length_bias", length_bias),
+    "resting": ("data/woken", resting),
     "loss": ("loss", loss),
 }
 WATCHED: set[str] = {key for key, _ in RULES.values()} | {UNIFORM, "evaluation/reward_ci95"}  # metrics that rules read

@@ -62,7 +62,7 @@ def describe_on_paper(plan: RLPlan | SupervisedPlan, devices: Devices) -> str:
             f"{plan.longest_prompt}; optimizer steps: {plan.config.minibatches * plan.config.epochs}\n"
             f"sync       {sync_bytes(plan) / 1e9:.1f} GB to each engine by {plan.transport()}"
         )
-        overlaps = plan.rollout.max_staleness > 0
+        overlaps = plan.rollout.extra_share() >= 1
         expected = expected_line(phase_seconds(plan, devices) if devices.tflops else {}, devices, overlaps)
     else:
         processes = [ranks_line("training", layout.policy_ranks, plan.config.training, model)]
@@ -345,7 +345,7 @@ def stream_lines(plan: RLPlan) -> list[str]:
 
 def batch_lines(plan: RLPlan) -> list[str]:
     config, completions = plan.config, plan.completions()
-    seconds = expected_seconds(phase_seconds(plan), overlaps=plan.rollout.max_staleness > 0)
+    seconds = expected_seconds(phase_seconds(plan), overlaps=plan.rollout.extra_share() >= 1)
     return [
         prompts_line(plan.sources, plan.rollout, sum(len(prompts) for prompts in plan.evaluation_sets.values())),
         *reasoning_lines(plan),

@@ -138,7 +138,8 @@ GREEDY: Rule = (
     "evaluation.temperature=0 takes the likeliest token",
 )
 TRACKED = " ".join(f"monitoring.{key}" for key in MonitoringConfig.model_fields if key != "doctor")
-ASYNCHRONOUS = "rollout.max_staleness rollout.on_update rollout.too_old"
+ASYNCHRONOUS = "rollout.on_update rollout.too_old rollout.window"
+DIFFICULTY = "data.difficulty."
 DYNAMIC, TRANSCRIPTS = "algorithm.dynamic_sampling.", "monitoring.transcripts_per_step"
 SYNCHRONOUS = "rollout.max_staleness=0 samples nothing while it trains"
 KL, SHAPING, IMPORTANT = "algorithm.kl.", "algorithm.shaping.", "algorithm.importance_sampling."
@@ -185,7 +186,8 @@ RULES: dict[type[RunConfig], list[Rule]] = {
         needs_key("monitoring.tokens", TRANSCRIPTS, f"{TRANSCRIPTS}=0"),
         ("algorithm.credit", plays, "episodes have one turn"),
         ONE_TURN,
-        needs_key("rollout.on_update rollout.too_old", "rollout.max_staleness", SYNCHRONOUS),
+        needs_key(ASYNCHRONOUS, "rollout.max_staleness", SYNCHRONOUS),
+        needs_key(DIFFICULTY, f"{DIFFICULTY}enabled", f"{DIFFICULTY}enabled=false"),
     ],
     SupervisedConfig: [
         *TRAINING,
@@ -201,7 +203,12 @@ RULES: dict[type[RunConfig], list[Rule]] = {
         ("model.attention", has_reward_model, "engines have an attention of their own"),
         ("reward_model.", has_reward_model, NO_REWARD_MODEL),
         ONE_TURN,
-        (f"checkpoint. health. {TRACKED} {ASYNCHRONOUS} evaluation.every", never, "nothing is trained"),
+        (
+            f"checkpoint. health. {TRACKED} rollout.max_staleness rollout.oversample {ASYNCHRONOUS} {DIFFICULTY} "
+            "evaluation.every",
+            never,
+            "nothing is trained",
+        ),
     ],
     EvalConfig: [
         GREEDY,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from trueline.algorithms.advantages import needs, policy_waits
@@ -14,7 +15,7 @@ from trueline.config.model import reads_experts
 from trueline.config.rl import RLConfig
 from trueline.data.loader import make_order
 from trueline.data.pictures import Shown
-from trueline.data.prompts import LazyPrompts, sample_of
+from trueline.data.prompts import LazyPrompts, known_rates, sample_of
 from trueline.monitoring.events import Events
 from trueline.monitoring.heartbeat import WORK
 from trueline.monitoring.progress import Progress
@@ -185,6 +186,12 @@ def wait_for_models(groups: dict[str, ModelGroup], pool: EnginePool, loop: Event
 
 def make_rollouts(plan: RLPlan, sampling: Sampling, state: RLState, folder: RunFolder) -> Rollouts:
     config, rollout, algorithm = plan.config, plan.rollout, plan.config.algorithm
+    difficulty = config.data.difficulty
+    if difficulty.enabled and difficulty.column is not None and not state.ledger.drawn:
+        known = (known_rates(source.prompts, difficulty.column) for source in plan.sources)
+        for row, rate in enumerate(chain.from_iterable(known)):
+            if rate is not None:
+                state.ledger.pools.judge(row, rate, difficulty)
     sizes = [len(source.prompts) for source in plan.sources]
     weights = list(config.data.sources().values())
     seed, greedy = config.seed if rollout.seeded else None, "greedy" in needs(algorithm)
@@ -194,7 +201,13 @@ def make_rollouts(plan: RLPlan, sampling: Sampling, state: RLState, folder: RunF
         plan.prompts,
         make_order(sizes, weights, config.seed, config.data.shuffle, state.ledger.drawn),
         RolloutPlan(
-            config.prompts_per_step, rollout.max_staleness, algorithm.dynamic_sampling, rollout.too_old == "drop"
+            config.prompts_per_step,
+            rollout.max_staleness,
+            algorithm.dynamic_sampling,
+            rollout.too_old == "drop",
+            extra_share=rollout.extra_share(),
+            window=rollout.window,
+            difficulty=difficulty,
         ),
         FailureBudget(config.reward.max_failure_share, completions, failure_files(config.reward, folder.path)),
         sampling.loop,

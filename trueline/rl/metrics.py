@@ -11,6 +11,7 @@ from trueline.algorithms.losses import explained_variance
 from trueline.config.rl import RLConfig
 from trueline.data.types import ROW_ITEM, Outcome, Sample, episode_metric
 from trueline.environments.multi_turn import OWN_METRICS
+from trueline.monitoring.ledger import Pools
 from trueline.rollout.groups import limit_shares
 from trueline.rollout.rollouts import Dropped, largest_gap, part_reward
 from trueline.rollout.summary import EpisodeSummary
@@ -70,6 +71,7 @@ def describe_step(
         "rollout/dropped_groups": dropped.group_count(),
         "speed/tokens": sum(sample.length for sample in samples),
         **describe_uniform(dropped, scored, len(groups)),
+        **({} if dropped.length_bias is None else {"rollout/length_bias": dropped.length_bias}),
         **describe_parts([*(one.metrics for one in episodes), *dropped.metrics]),
         **describe_sources(episodes),
     }
@@ -92,6 +94,13 @@ def describe_uniform(dropped: Dropped, rewards: list[float], trained: int) -> Me
         "rollout/uniform_highest_share": sum(one == max(everything) for one in dropped.uniform) / drawn,
         "rollout/uniform_lowest_share": sum(one == min(everything) for one in dropped.uniform) / drawn,
     }
+
+
+def describe_pools(pools: Pools, dropped: Dropped, rows: int) -> Metrics:
+    """Return the share of rows in each pool of difficulty, and how often resting ones were skipped for the step."""
+    shares = {f"data/{name}_share": len(pool) / rows for name, pool in pools.named().items()}
+    skipped = {f"data/skipped_{name}": float(dropped.skipped[f"skipped_{name}"]) for name in pools.named()}
+    return shares | skipped | {"data/woken": float(dropped.woken)}
 
 
 def describe_parts(episodes: list[Metrics]) -> Metrics:

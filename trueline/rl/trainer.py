@@ -19,7 +19,7 @@ from trueline.models.truncation import Truncation
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
-from trueline.rl.metrics import AIMS, describe_step, over_updates
+from trueline.rl.metrics import AIMS, describe_pools, describe_step, over_updates
 from trueline.rl.models import DeviceSharing, Models
 from trueline.rl.step import (
     add_assessment,
@@ -315,6 +315,9 @@ class RLTrainer:
         state, config = self.state, self.config
         metrics = describe_step(groups, samples.rows, self.rollouts.dropped, state.version)
         metrics |= self.rollouts.loop.run(self.workers.load_metrics(), "counting requests")
+        self.rollouts.judge(groups)
+        if config.data.difficulty.enabled:
+            metrics |= describe_pools(state.ledger.pools, self.rollouts.dropped, len(self.rollouts.prompts))
         state.advance([group[0].group for group in groups], learns)
         state.follow(samples.rows, config.algorithm.baseline_decay)
         self.tracker.account(state.step, state.ledger.row())  # before the checkpoint that counts it

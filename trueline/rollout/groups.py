@@ -1,9 +1,9 @@
 """A group is all completions of a prompt; groups of many prompts are sampled with bounded concurrency."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from statistics import fmean
 from typing import Any, Protocol
@@ -131,3 +131,44 @@ def sample_each(
 
     while groups := loop.run(next_groups(), f"sampling {sampler.size} completions of one of {most} prompts"):
         yield from groups
+
+
+@dataclass(slots=True)
+class Cohort:
+    """The groups that begin with a policy version, and the completions that its step takes: on the long run as many."""
+
+    open: int = 0  # groups that have not ended
+    drawn: list[int] = field(default_factory=list)  # lengths of completions of those that have
+    taken: list[int] = field(default_factory=list)  # lengths
+
+    def bias(self) -> float | None:
+        return fmean(self.taken) / fmean(self.drawn) - 1 if self.taken and any(self.drawn) else None
+
+
+class LengthBias:
+    """Whether steps take shorter completions than are drawn. They do if they take the first to end and drop the rest;
+    if the rest follows, its length makes up for it. A cohort is known by its groups' last version.
+    """
+
+    def __init__(self) -> None:
+        self.cohorts = defaultdict[int, Cohort](Cohort)
+
+    def begin(self, version: int) -> None:
+        self.cohorts[version].open += 1
+
+    def end(self, version: int, lengths: list[int]) -> None:
+        """Note that a group has ended, or was dropped with so much of it sampled."""
+        self.cohorts[version].open -= 1
+        self.cohorts[version].drawn += lengths
+
+    def take(self, version: int, lengths: list[int]) -> None:
+        self.cohorts[version].taken += lengths
+
+    def settle(self, version: int) -> float | None:
+        """Return by how much completions that steps took are longer than those drawn (-0.5: half as long).
+
+        It is the mean of the cohorts before this one that have ended since the last call.
+        """
+        ended = [one for one, cohort in self.cohorts.items() if one < version and not cohort.open]
+        found = [bias for one in ended if (bias := self.cohorts.pop(one).bias()) is not None]
+        return fmean(found) if found else None

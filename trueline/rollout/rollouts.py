@@ -8,10 +8,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
+from statistics import fmean
 from typing import Any
 
 from trueline.config.algorithm import DynamicSamplingConfig
 from trueline.config.base import ConfigError
+from trueline.config.data import DifficultyConfig
 from trueline.data.loader import Mixture, Order
 from trueline.data.prompts import PromptTooLong
 from trueline.data.types import Outcome, Prompt
@@ -24,12 +26,13 @@ from trueline.rollout.failures import (
     RolloutFailure,
     UnusableData,
 )
-from trueline.rollout.groups import Sampler
+from trueline.rollout.groups import LengthBias, Sampler
 from trueline.rollout.summary import Episode, SampledGroup
 from trueline.runtime.event_loop import EventLoop
 
 SAME_REWARD = 1e-6
-MOST_TOO_LONG = 10_000  # prompts in a row
+MOST_TOO_LONG = MOST_SKIPPED = 10_000  # prompts in a row
+EXAMINED = ("trained", "uniform", "failed", "left_out")  # fates of groups that were sampled and looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +41,13 @@ class RolloutPlan:
     max_staleness: int
     dynamic: DynamicSamplingConfig = DynamicSamplingConfig()
     drop_old: bool = False  # instead of waiting for groups that are about to expire
+    extra_share: float | None = None  # groups in flight beyond those of a step, in steps; None: as `max_staleness`
+    window: int | None = None  # groups drawn later that may be taken before one, and one more; None: any number
+    difficulty: DifficultyConfig = DifficultyConfig()
 
     def capacity(self) -> int:
-        return (self.max_staleness + 1) * self.prompts_per_step
+        extra = self.max_staleness if self.extra_share is None else self.extra_share
+        return self.prompts_per_step + math.ceil(round(extra * self.prompts_per_step, 6))
 
 
 @dataclass(slots=True)
@@ -56,6 +63,9 @@ class Dropped:
     uniform: list[float] = field(default_factory=list)  # the reward of each group with equal rewards
     lengths: list[int] = field(default_factory=list)  # of all sampled completions, trained or not
     metrics: list[dict[str, float]] = field(default_factory=list)  # environment metrics of those left out
+    skipped: Counter[str] = field(default_factory=Counter)  # draws of resting rows, by fate
+    woken: int = 0  # rows that came back early, since nearly all rested
+    length_bias: float | None = None  # of an earlier step, known now
 
     def group_count(self) -> int:
         return self.groups + self.too_old + len(self.uniform)
@@ -66,6 +76,7 @@ class InFlightGroup:
     number: int
     last_version: int  # of the policy that may be trained on it
     task: asyncio.Task[list[Any]]
+    passed: int  # by groups that were drawn later
 
 
 class Rollouts:
@@ -95,7 +106,7 @@ class Rollouts:
         self.taking: asyncio.Task[list[Any]] | None = None  # waits for the groups of a step that is streamed
         self.given: set[int] = set()  # numbers of that step's groups that were given away before it was complete
         self.examined = 0  # groups for the current step
-        self.total = self.useful = 0  # groups, to estimate how many dynamic sampling needs
+        self.bias = LengthBias()
         self.left_out = self.failed = 0  # groups in a row
         self.dropped = Dropped(plan.dynamic.reward)
         self.unusable: UnusableData | None = None  # ends the run when it is time to sample, after the step is reported
@@ -175,7 +186,10 @@ class Rollouts:
         ended = [one for one in late if one.task.done() and one.task.exception() is None]
         self.dropped.lengths += [length for one in ended for length in sampled_lengths(one.task.result())]
         rest = [one.number for one in late if one not in ended]
-        self.dropped.lengths += await self.sampler.partial_lengths(rest) if rest else []
+        partial = await self.sampler.partial_lengths(rest) if rest else []
+        self.dropped.lengths += partial
+        for at, one in enumerate(one for one in late if one.number in rest):
+            self.bias.end(one.last_version, [] if at else partial)
         self._end(late)
         self.ledger.close([one.number for one in late], "too_old")
         self.dropped.too_old = len(late)
@@ -194,15 +208,40 @@ class Rollouts:
             del self.expiring[one.last_version]
 
     def _note_finished(self, one: InFlightGroup, task: asyncio.Task[list[Any]]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self.bias.end(one.last_version, sampled_lengths(task.result()))
         if self.running.get(one.number) is one:  # and was not ended
             heappush(self.finished.setdefault(one.last_version, []), one.number)
             self.has_finished.set()
             self.has_more.set()
 
+    def _draw_awake(self) -> int:
+        """Draw the next row that does not rest. Where nearly all do, the rest that would end first ends early."""
+        most = min(len(self.prompts), MOST_SKIPPED) if self.plan.difficulty.enabled else 0
+        for _ in range(most):
+            number, pools = self.ledger.draw(row := next(self.order)), self.ledger.pools
+            if not (why := pools.why_resting(row)):
+                return number
+            self.ledger.close([number], fate := pools.skip(row, why))
+            self.dropped.skipped[fate] += 1
+        row = next(self.order)
+        if most and self.ledger.pools.why_resting(row):
+            self.dropped.woken += 1
+            row = self.ledger.pools.wake()
+        return self.ledger.draw(row)
+
+    def judge(self, groups: Sequence[Sequence[Episode]]) -> None:
+        """Put the rows of groups that are about to get their fate into the pools of their difficulty."""
+        config = self.plan.difficulty
+        for group in groups if config.enabled else ():
+            rewards = [part_reward(one, None) for one in group if one.outcome.is_scored]
+            rate = fmean(reward >= config.pass_reward for reward in rewards)
+            self.ledger.pools.judge(self.ledger.under_way[group[0].group], rate, config)
+
     def draw(self) -> tuple[int, Prompt]:
         """Draw the next prompt that fits; those that do not, of a large dataset, get their fate."""
         for _ in range(MOST_TOO_LONG):
-            number = self.again.pop(0) if self.again else self.ledger.draw(next(self.order))
+            number = self.again.pop(0) if self.again else self._draw_awake()
             try:
                 return number, self.prompts[self.ledger.under_way[number]]
             except PromptTooLong:
@@ -216,14 +255,16 @@ class Rollouts:
 
     async def _admit(self, count: int) -> None:
         for _ in range(count):
+            passed = self._left_before(self.again[0]) if self.again else 0
             try:
                 number, prompt = self.draw()
             except UnusableData as error:
                 self.unusable = error
                 return
             task = asyncio.create_task(self.sampler.sample((number, prompt), number))
-            one = self.running[number] = InFlightGroup(number, self.version + self.plan.max_staleness, task)
+            one = self.running[number] = InFlightGroup(number, self.version + self.plan.max_staleness, task, passed)
             self.expiring[one.last_version] += 1
+            self.bias.begin(one.last_version)
             task.add_done_callback(partial(self._note_finished, one))
 
     async def _take(self, count: int) -> list[Any]:
@@ -238,8 +279,9 @@ class Rollouts:
             else:
                 await self._admit(self._replacements(count - len(ready), most - self.examined))
         self.ready, self.examined = [], 0
+        self.dropped.length_bias = self.bias.settle(self.version + self.plan.max_staleness)
         if self.plan.max_staleness == 0:  # groups sampled ahead and not needed come first in the next step
-            self.again = sorted([*self.again, *self.running])
+            self.again, self.bias = sorted([*self.again, *self.running]), LengthBias()
             self._end([*self.running.values()])
         if not ready:
             raise NothingToLearn(
@@ -257,7 +299,10 @@ class Rollouts:
             return 1
         if self.plan.max_staleness:
             return int(left > len(self.running))
-        likely = math.ceil(wanted * self.total / max(self.useful, 1))
+        fates = self.ledger.fates
+        useful = fates.get("trained", 0) + len(self.ready)
+        total = useful + sum(fates.get(fate, 0) for fate in EXAMINED[1:])
+        likely = math.ceil(wanted * total / max(useful, 1))
         return max(min(likely, left) - len(self.running), 0)
 
     async def _next(self, wanted: int) -> InFlightGroup:
@@ -293,11 +338,21 @@ class Rollouts:
                 return None
         else:
             ready = [self.finished[last] for last in self._eligible(wanted) if self.finished.get(last)]
-            if not ready:
+            if not ready or (self._must_wait_for(oldest := next(iter(self.running))) and min(ready)[0] != oldest):
                 return None
             one = self.running[heappop(min(ready))]
         self._remove(one)
+        for other in self.running.values():
+            other.passed += other.number < one.number
         return one
+
+    def _must_wait_for(self, number: int) -> bool:
+        """Tell whether a group was passed by as many as may be; no other was passed more often than the oldest."""
+        return self.plan.window is not None and self.running[number].passed >= self.plan.window - 1
+
+    def _left_before(self, number: int) -> int:
+        """Return how many later groups left the line before one that a resumed run samples again, at most."""
+        return self.ledger.drawn - 1 - number - sum(one > number for one in self.ledger.under_way)
 
     def _eligible(self, wanted: int) -> list[int]:
         """Return the last versions of groups that may fill one of `wanted` places without another group expiring."""
@@ -314,12 +369,12 @@ class Rollouts:
         """Count failures, and tell whether enough rewards are left and, under dynamic sampling, different ones."""
         group = one.task.result()
         failed = self.budget.add(group)
-        self.total += 1
         self.dropped.completions += failed
         left_out = [trajectory for trajectory in group if trajectory.outcome is Outcome.LEFT_OUT]
         self.dropped.left_out += len(left_out)
         self.dropped.metrics += [trajectory.metrics for trajectory in left_out]
-        self.dropped.lengths += sampled_lengths(group)
+        self.dropped.lengths += (lengths := sampled_lengths(group))
+        self.bias.take(self.version + self.plan.max_staleness, lengths)
         fate = self._fate(group)
         self.dropped.groups += fate in ("failed", "left_out")
         self.dropped.uniform += [self._rewards(group)[0]] if fate == "uniform" else []
@@ -334,8 +389,8 @@ class Rollouts:
             reason = f"{self.failed} groups in a row have too few rewards to train on"
             raise RolloutFailure(f"{reason}. {self.budget.explain()}")
         if fate:
+            self.judge([group] * (fate == "uniform"))
             self.ledger.close([one.number], fate)
-        self.useful += not fate
         return not fate
 
     def _fate(self, group: Sequence[Episode]) -> str:
@@ -367,6 +422,6 @@ def largest_gap(group: Sequence[Episode], part: str | None = None) -> float:
 
 
 def part_reward(episode: Episode, part: str | None) -> float:
-    """Return the reward of one part, or the whole reward if a policy error left that part without one."""
+    """Return the reward of one part; the whole one if none is named, or a policy error left that part without one."""
     assert episode.reward is not None
-    return episode.metrics.get(f"reward/{part}", episode.reward)
+    return episode.metrics.get(f"reward/{part}", episode.reward) if part else episode.reward

@@ -1,5 +1,6 @@
 """Samples by reference: their arrays stay in the object store, and each rank fetches those that it trains on."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -217,5 +218,5 @@ def trained_token_bytes(config: RLConfig) -> int:
 def sample_bytes(config: RLConfig, rollout: ResolvedRollout, facts: ModelFacts) -> int:
     """Estimate the bytes of all samples at a time: those of each step under way, and what training adds to one."""
     tokens = config.prompts_per_step * config.algorithm.group_size * rollout.longest()
-    steps = rollout.max_staleness + 1
+    steps = math.ceil(1 + rollout.extra_share())
     return tokens * (steps * sampled_token_bytes(config, facts) + trained_token_bytes(config))
