@@ -98,9 +98,13 @@ def describe_uniform(dropped: Dropped, rewards: list[float], trained: int) -> Me
 
 def describe_pools(pools: Pools, dropped: Dropped, rows: int) -> Metrics:
     """Return the share of rows in each pool of difficulty, and how often resting ones were skipped for the step."""
-    shares = {f"data/{name}_share": len(pool) / rows for name, pool in pools.named().items()}
-    skipped = {f"data/skipped_{name}": float(dropped.skipped[f"skipped_{name}"]) for name in pools.named()}
-    return shares | skipped | {"data/woken": float(dropped.woken)}
+    return {
+        "data/easy_share": len(pools.easy) / rows,
+        "data/hard_share": len(pools.hard) / rows,
+        "data/skipped_easy": dropped.skipped["skipped_easy"],
+        "data/skipped_hard": dropped.skipped["skipped_hard"],
+        "data/woken": dropped.woken,
+    }
 
 
 def describe_parts(episodes: list[Metrics]) -> Metrics:

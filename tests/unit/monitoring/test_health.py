@@ -142,6 +142,13 @@ CASES: list[tuple[str, str, dict[str, Series]]] = [
     ("clipping", BAD, {"policy__clip_fraction": noisy(0.8)}),
     ("length", FINE, {"response_length__mean": line(10, 40), "reward__mean": RISES}),
     ("length", WATCH, {"response_length__mean": line(10, 40), "reward__mean": LEVEL}),
+    ("length_bias", FINE, {"rollout__length_bias": noisy(-0.05, 3.0)}),
+    ("length_bias", FINE, {"rollout__length_bias": lambda step: -0.5 if step < 3 else 0.0}),  # the first steps
+    ("length_bias", FINE, {"rollout__length_bias": lambda step: (-1.0) ** step - 0.2}),  # chance explains it
+    ("length_bias", FINE, {"rollout__length_bias": noisy(0.3)}),
+    ("length_bias", WATCH, {"rollout__length_bias": noisy(-0.15)}),
+    ("resting", FINE, {"data__woken": lambda step: float(step == 9)}),
+    ("resting", WATCH, {"data__woken": after(9, 0.0, 4.0)}),
     ("loss", FINE, {"loss": line(3.0, 1.0)}),
     ("loss", FINE, {"loss": noisy(0.7, 0.5)}),
     ("loss", WATCH, {"loss": after(8, 1.0, 1.2)}),

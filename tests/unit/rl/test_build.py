@@ -1,5 +1,6 @@
 """What a plan's samplers are made of, with no process started."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
+from trueline.data import rows as rows_module
 from trueline.data.batching import Budget
 from trueline.models.ring_attention import Mesh
-from trueline.monitoring.ledger import Ledger
+from trueline.monitoring.ledger import Ledger, Pools
 from trueline.monitoring.run_folder import RunFolder
 from trueline.plan.rl import RLPlan, plan_rl
 from trueline.rl.build import (
@@ -38,13 +41,15 @@ NOTHING: Any = None
 def planned(model_folder: Path, tmp_path: Path) -> Any:
     def make(*overrides: str) -> RLPlan:
         file = tmp_path / "rows.jsonl"
-        file.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+        file.write_text(made.rows)
         given = [f"model.path={model_folder}", f"data.path={file}", "reward.function=exact", "runtime=local"]
         held_out = [f"evaluation.data={file}", "evaluation.samples=3", "evaluation.temperature=0.25"]
         words = ["seed=5", "prompts_per_step=2", "rollout.max_new_tokens=7", "rollout.temperature=0.5"]
         return plan_rl(RLConfig.load([], [*given, *held_out, *words, *overrides]))
 
-    return make
+    made: Any = make
+    made.rows = '{"prompt": "1+1=", "answer": "2"}\n'
+    return made
 
 
 @pytest.mark.parametrize(("preset", "greedy"), [("grpo", False), ("remax", True)])
@@ -67,6 +72,55 @@ def test_samplers_follow_the_plan(planned: Any, tmp_path: Path, preset: str, gre
     assert (sampler.size, sampler.seed, sampler.greedy) == (3, 5, False)  # an evaluation can always be repeated
     assert (sampler.params.temperature, sampler.params.max_new_tokens, sampler.purpose) == (0.25, 7, "evaluate")
     assert (sampler.params.stop, sampler.params.top_p) == (("b",), 0.75)
+
+
+def test_the_order_of_groups_and_the_rest_of_rows_follow_the_plan(planned: Any, tmp_path: Path) -> None:
+    asynchronous = ["rollout.max_staleness=2", "rollout.oversample=1.5", "rollout.window=7", "rollout.too_old=drop"]
+    plan = planned(*asynchronous, "data.difficulty.enabled=true", "data.difficulty.rest=3", "steps=1")
+    talk = Sampling(RolloutWorkers([], EnginePool([])), (2,), NOTHING)
+    found = make_rollouts(plan, talk, RLState(), RunFolder(tmp_path)).plan
+    assert (found.capacity(), found.max_staleness, found.window, found.drop_old) == (5, 2, 7, True)
+    assert found.difficulty == plan.config.data.difficulty and found.difficulty.rest == 3
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_known_pass_rates_are_the_first_verdicts(
+    planned: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    """Of a mixture, whose rows are numbered one after the other; a resumed run does not judge by them again."""
+    if large:
+        monkeypatch.setattr(rows_module, "LARGE", 2)
+    for name, rates in {"a": [1, 0.5, None], "b": [0, 0.0, 1.0]}.items():
+        rows = [{"prompt": "1+1=", "answer": "2", "known": rate} for rate in rates]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mixture = f"data.mixture={{{tmp_path}/a.jsonl: 1, {tmp_path}/b.jsonl: 2}}"
+    keys = ["data.path=", mixture, "data.difficulty.enabled=true", "data.difficulty.column=known"]
+    plan, talk = planned(*keys), Sampling(RolloutWorkers([], EnginePool([])), (2,), NOTHING)
+    for ledger, expected in ((Ledger(), Pools({0: (1, 1), 5: (1, 1)}, {3: (1, 1), 4: (1, 1)})), (Ledger(4), Pools())):
+        rollouts = make_rollouts(plan, talk, RLState(ledger=ledger), RunFolder(tmp_path))
+        assert rollouts.ledger.pools == expected
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ("none", "row 1 of .*rows.jsonl: column 'none' is missing"),
+        ("answer", "row 1 of .*rows.jsonl: answer='2' is no pass rate: set a number from 0 to 1"),
+        ("high", "row 1 of .*rows.jsonl: high=1.5 is no pass rate"),
+    ],
+)
+def test_a_column_without_pass_rates_is_refused(planned: Any, tmp_path: Path, column: str, message: str) -> None:
+    planned()
+    planned.rows = '{"prompt": "1+1=", "answer": "2", "high": 1.5}\n'
+    with pytest.raises(ConfigError, match=message):
+        planned("data.difficulty.enabled=true", f"data.difficulty.column={column}")
+
+
+def test_pools_in_less_than_an_epoch_are_pointed_out(planned: Any) -> None:
+    planned.rows = '{"prompt": "1+1=", "answer": "2", "known": 0.5}\n' * 20
+    for words, idle in ([], True), (["steps=11"], False), (["data.difficulty.column=known"], False):
+        found = planned("data.difficulty.enabled=true", "steps=10", *words).findings
+        assert any(one.key == "data.difficulty.enabled" and "20 of 20 prompts" in one.what for one in found) is idle
 
 
 class Recorder:

@@ -6,14 +6,18 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from heapq import heappush
+from itertools import permutations
 from random import Random
-from typing import Any
+from statistics import fmean
+from typing import Any, cast
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS
 from trueline.config.algorithm import DynamicSamplingConfig
+from trueline.config.data import DifficultyConfig
 from trueline.config.reward import RewardPartConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import Order
@@ -21,7 +25,7 @@ from trueline.data.pictures import Shown
 from trueline.data.types import INTERRUPTED, Completion, Outcome, Prompt
 from trueline.environments.base import Environment, EpisodeResult, Policy, Structure
 from trueline.environments.single_turn import SingleTurn
-from trueline.monitoring.ledger import Ledger, LedgerFailure
+from trueline.monitoring.ledger import Ledger, LedgerFailure, Pools
 from trueline.rewards.base import PolicyError, RewardFailure, RewardTimeout, RewardUnreachable
 from trueline.rewards.combined import CombinedReward
 from trueline.rollout.engine import SamplingParams, derive_seed, sample_in_parts
@@ -29,7 +33,7 @@ from trueline.rollout.episode import Episodes
 from trueline.rollout.failures import EngineCrashLoop, EngineLost, FailureBudget, NothingToLearn, RolloutFailure
 from trueline.rollout.groups import GroupSampler, SamplerSpec
 from trueline.rollout.pool import EnginePool, RolloutKey, load_metrics
-from trueline.rollout.rollouts import RolloutPlan, Rollouts
+from trueline.rollout.rollouts import InFlightGroup, RolloutPlan, Rollouts
 from trueline.rollout.session import EpisodeLimits
 from trueline.runtime.actors import ActorDeath, ActorFailure
 from trueline.runtime.event_loop import EventLoop, Interrupted
@@ -123,6 +127,8 @@ def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Iterator[Calla
         drop_old: bool = False,
         ledger: Ledger | None = None,
         start: bool = True,
+        rows: int = len(PROMPTS),
+        **more: Any,
     ) -> tuple[Rollouts, FakeEngine]:
         engine, scorer = FakeEngine(), reward or FakeReward({})
         rewards = CombinedReward({"reward": (scorer, RewardPartConfig(function="fake"))}, policy_error=-1.0)
@@ -130,9 +136,9 @@ def build(loop: EventLoop, tokenizer: PreTrainedTokenizerFast) -> Iterator[Calla
         params, seed = SamplingParams(1.0, 8, (STOP,)), 0 if seeded else None
         rollouts = Rollouts(
             GroupSampler(episodes, lambda: SingleTurn(rewards), SamplerSpec(params, size, seed, "train", greedy)),
-            PROMPTS,
-            Order(len(PROMPTS), seed=0, shuffle=False, position=position),
-            RolloutPlan(groups, staleness, dynamic, drop_old),
+            PROMPTS[:rows],
+            Order(rows, seed=0, shuffle=False, position=position),
+            RolloutPlan(groups, staleness, dynamic, drop_old, **more),
             FailureBudget(share, groups * size),
             loop,
             ledger or Ledger(drawn=position, fates={"trained": position}),
@@ -903,3 +909,269 @@ def test_an_engine_that_is_lost_does_not_make_a_stream_forget_what_it_gave_away(
     gates.free(1, 2)
     assert prompt_ids(rollouts.stream(3, lambda part: seen.extend(prompt_ids(part)) is None, least=1)) == [0, 1, 2]
     assert seen.count(0) == 1
+
+
+# More groups than a step needs, and the order in which they are taken
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 5])
+def test_no_group_is_passed_more_often_than_the_window_lets_it(build: Any, window: int | None) -> None:
+    """In each order in which six groups can end, one is taken as soon as that passes nobody too often."""
+    rollouts, _ = build(staleness=5, start=False, window=window)
+    most, nothing = 0, cast(Any, None)
+    for order in permutations(range(6)):
+        rollouts.running = {number: InFlightGroup(number, 5, nothing, 0) for number in range(6)}
+        rollouts.expiring, rollouts.finished = Counter({5: 6}), {5: []}
+        taken, ended, passed, expected = list[int](), list[int](), [0] * 6, list[int]()
+        for number in order:
+            heappush(rollouts.finished[5], number)
+            ended.append(number)
+            while one := rollouts._take_finished(6 - len(taken)):
+                taken.append(one.number)
+            while able := [
+                last
+                for last in ended
+                if last not in expected
+                and all(passed[older] + 1 < (window or 99) for older in range(last) if older not in expected)
+            ]:
+                expected.append(min(able))
+                for older in range(min(able)):
+                    passed[older] += older not in expected
+        assert taken == expected and sorted(taken) == list(range(6))
+        most = max(most, *passed)
+    assert most == (5 if window is None else window - 1)
+
+
+def test_the_oldest_group_is_waited_for_though_others_are_done(held: Any) -> None:
+    rollouts, gates = held(1, 2, 3, staleness=3, groups=1, window=3)
+    assert [trained(rollouts, rollouts.take(1)) for _ in range(2)] == [[1], [2]]
+    gates.free_later(0)
+    assert [trained(rollouts, rollouts.take(1)) for _ in range(2)] == [[0], [3]]
+
+
+def test_a_group_that_is_sampled_again_may_not_be_passed_as_often_once_more(build: Any) -> None:
+    saved = Ledger(drawn=9, under_way={8: 8, 2: 2, 3: 3}, fates={"trained": 6})
+    rollouts, _ = build(staleness=1, position=9, ledger=saved, window=3)
+    assert {number: one.passed for number, one in rollouts.running.items()} == {2: 4, 3: 4, 8: 0, 9: 0}
+
+
+@pytest.mark.parametrize(
+    ("share", "groups", "capacity"), [(None, 4, 12), (0, 4, 4), (0.25, 4, 5), (0.3, 10, 13), (1.5, 3, 8), (2, 4, 12)]
+)
+def test_so_many_more_groups_are_sampled_than_a_step_needs(share: float | None, groups: int, capacity: int) -> None:
+    assert RolloutPlan(groups, 2, extra_share=share).capacity() == capacity
+
+
+def test_the_first_groups_of_more_than_needed_are_taken_and_the_rest_goes_on(build: Any, tokenizer: Any) -> None:
+    rollouts, engine = build(staleness=1, groups=4, extra_share=0.25, start=False)
+    engine.delay = slow(tokenizer, 1)
+    rollouts.start(0)
+    assert trained(rollouts, rollouts.take(4)) == [0, 2, 3, 4]
+    assert len(engine.requests) == 5 * 3
+    engine.version = 1
+    rollouts.release(1)
+    assert len(rollouts.running) == 5
+    groups = rollouts.take(4)
+    assert trained(rollouts, groups) == [1, 5, 6, 7]
+    assert {one.oldest_version() for one in groups[0]} == {0} and len(engine.requests) == 9 * 3  # nothing twice
+
+
+def test_the_lengths_of_what_is_taken_are_compared_with_those_of_what_was_drawn(build: Any) -> None:
+    """Group 0 has answers of 9 tokens, all others of 3: the first step is biased, and the second makes up for it."""
+    rollouts, engine = build(staleness=1, start=False)
+    engine.parts = {f"train-0-{index}-0": [-9] for index in range(3)}
+    rollouts.start(0)
+    assert trained(rollouts, rollouts.take(2)) == [1, 2] and rollouts.dropped.length_bias is None
+    rollouts.release(1)
+    rollouts.loop.loop.call_soon_threadsafe(engine.go_on.set)
+    assert trained(rollouts, rollouts.take(2)) == [0, 3]
+    assert rollouts.dropped.length_bias == pytest.approx(3 / 4.5 - 1)  # of groups 0 to 3
+    rollouts.release(2)
+    rollouts.take(2)
+    assert rollouts.dropped.length_bias == pytest.approx(6 / 3 - 1)  # of 0 and 3, instead of 4 and 5
+    assert len(rollouts.bias.cohorts) == 1  # what is settled is forgotten
+
+
+def test_groups_that_are_dropped_count_as_drawn_with_what_is_known_of_them(build: Any) -> None:
+    rollouts, engine = build(staleness=1, drop_old=True, start=False)
+    engine.parts = {"train-0-0-0": [9], "train-0-1-0": [5, -1], "train-0-2-0": [-1]}
+    rollouts.start(0)
+    for version in (1, 2):
+        rollouts.take(2)
+        rollouts.release(version)
+    rollouts.take(2)
+    assert rollouts.dropped.length_bias == pytest.approx(fmean([3 / fmean([*[3] * 9, 9, 5]) - 1, 0]))
+
+
+def test_a_synchronous_run_has_no_such_bias(build: Any) -> None:
+    dynamic = DynamicSamplingConfig(enabled=True)
+    rollouts, _ = build(reward=MixedReward(set(range(0, 40, 3))), dynamic=dynamic)
+    for _ in range(3):
+        rollouts.take(2)
+        assert rollouts.dropped.length_bias is None and not rollouts.bias.cohorts
+        rollouts.release(0)
+
+
+# Rows that rest
+
+
+class ChangingReward(FakeReward):
+    """Rewards of a row differ, or are all 0 or 1, as chance says of the row and the version of the policy."""
+
+    def __init__(self, kinds: str = "ehm", seed: int = 0) -> None:
+        super().__init__({})
+        self.kinds, self.seed, self.version, self.given = kinds, seed, 0, Counter[int]()
+
+    async def score(self, call: dict[str, Any]) -> float:
+        row = int(call["label"])
+        self.given[row] += 1
+        kind = Random(f"{row} {self.version} {self.seed}").choice(self.kinds)
+        return {"e": 1.0, "h": 0.0}.get(kind, float(self.given[row] % 2))
+
+
+def live(rollouts: Rollouts, engine: FakeEngine, reward: ChangingReward, steps: range) -> list[tuple[str, list[Any]]]:
+    """Go through steps of a run; return the ledger after each, as a checkpoint holds it, and what was trained."""
+    found = []
+    for step in steps:
+        groups = rollouts.take(rollouts.plan.prompts_per_step)
+        rollouts.judge(groups)
+        trained(rollouts, groups)
+        rollouts.ledger.row()
+        rollouts.ledger.balance()
+        found.append((json.dumps(asdict(rollouts.ledger)), [group[0].group for group in groups]))
+        engine.version = reward.version = step + 1
+        rollouts.release(step + 1)
+    return found
+
+
+RESTS = DifficultyConfig(enabled=True, rest=1, longest_rest=3)
+
+
+@pytest.mark.parametrize("dynamic", [AS_THEY_COME, DynamicSamplingConfig(enabled=True)])
+def test_a_run_killed_after_any_step_has_the_same_pools_and_ledger(build: Any, dynamic: DynamicSamplingConfig) -> None:
+    given = {"groups": 3, "size": 2, "rows": 9, "dynamic": dynamic, "difficulty": RESTS}
+    whole = live(*(run := build(reward=(reward := ChangingReward()), **given)), reward, range(12))
+    fates = run[0].ledger.fates
+    assert fates["skipped_easy"] > 3 and fates["skipped_hard"] > 3 and ("uniform" in fates) is dynamic.enabled
+    for killed in range(11):
+        ledger = Ledger.of(json.loads(whole[killed][0]))
+        reward = ChangingReward()
+        reward.version = killed + 1
+        resumed, engine = build(reward=reward, ledger=ledger, position=ledger.drawn, start=False, **given)
+        resumed.start(killed + 1)
+        assert live(resumed, engine, reward, range(killed + 1, 12)) == whole[killed + 1 :]
+
+
+@pytest.mark.parametrize("drop", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_an_asynchronous_run_judges_and_skips_each_number_once(
+    build: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, seed: int, drop: bool
+) -> None:
+    """Killed at random: what a checkpoint counts, its pools have seen, and nothing else."""
+    events = Counter[str]()
+
+    def count(name: str) -> None:
+        plain = getattr(Pools, name)
+
+        def spy(pools: Pools, *args: Any) -> Any:
+            events[name] += 1
+            return plain(pools, *args)
+
+        monkeypatch.setattr(Pools, name, spy)
+
+    for name in ("judge", "skip"):
+        count(name)
+    chance, ledger, step = Random(seed), Ledger(), 0
+    dynamic = DynamicSamplingConfig(enabled=seed == 1)
+    given = {"staleness": 2, "groups": 3, "size": 2, "rows": 10, "drop_old": drop, "difficulty": RESTS}
+    for _ in range(4):
+        reward = ChangingReward(seed=seed)
+        reward.version, seen = step, events.copy()
+        rollouts, engine = build(
+            reward=reward, ledger=ledger, position=ledger.drawn, start=False, dynamic=dynamic, **given
+        )
+        engine.delay = slow(tokenizer, 3) if drop else lambda tokens: chance.choice([0, 0, 0.02])
+        rollouts.start(step)
+        steps = chance.randint(2, 6)
+        before = live(rollouts, engine, reward, range(step, step + steps))
+        ledger, step = Ledger.of(json.loads(before[-1][0])), step + steps
+        assert rollouts.ledger.drawn >= ledger.drawn  # it went on after its last checkpoint, which the kill undoes
+        later = sum(rollouts.ledger.fates.get(fate, 0) - ledger.fates.get(fate, 0) for fate in SKIPPED)
+        events["skip"] -= later
+        assert events["judge"] == ledger.fates["trained"] + ledger.fates.get("uniform", 0) > seen["judge"]
+        assert events["skip"] == sum(ledger.fates.get(fate, 0) for fate in SKIPPED)
+    assert events["skip"] > 10 and ("too_old" in ledger.fates or not drop)
+
+
+SKIPPED = ("skipped_easy", "skipped_hard")
+
+
+def test_only_completions_with_a_reward_are_judged_and_groups_without_enough_are_not(build: Any) -> None:
+    """Of row 0 one answer fails and two pass; row 1 has a single reward; row 2 passes as a policy error does not."""
+    rollouts, _ = build(groups=2, reward=FakeReward({0: 1, 1: 2}), difficulty=RESTS)
+    groups = rollouts.take(2)
+    assert prompt_ids(groups) == [0, 2]
+    rollouts.judge(groups)
+    assert rollouts.ledger.pools == Pools(easy={0: (1, 1), 2: (1, 1)})
+
+
+def test_a_row_passes_by_its_task_reward(build: Any) -> None:
+    """Answers to row 0 are worth 0, 1 and 2, and those to row 1 are worth 1."""
+    for bound, easy, hard in ((1.0, [1], []), (0.0, [0, 1], []), (2.0, [], [1]), (3.0, [], [0, 1])):
+        rollouts, _ = build(reward=MixedReward({0}), difficulty=replaced(RESTS, pass_reward=bound))
+        rollouts.judge(rollouts.take(2))
+        assert [[*pool] for pool in rollouts.ledger.pools.named().values()] == [easy, hard], bound
+    rollouts, _ = build(reward=MixedReward({0}), difficulty=replaced(RESTS, high=0.6))
+    rollouts.judge(rollouts.take(2))
+    assert [*rollouts.ledger.pools.easy] == [0, 1]  # two thirds of row 0 pass
+
+
+def replaced(config: DifficultyConfig, **keys: Any) -> DifficultyConfig:
+    return DifficultyConfig.parse(config.model_dump() | keys)
+
+
+def test_without_the_key_nothing_is_judged_and_nothing_rests(build: Any) -> None:
+    ledger = Ledger(pools=Pools(easy={0: (3, 3)}))
+    rollouts, _ = build(reward=ChangingReward("e"), ledger=ledger)
+    groups = rollouts.take(2)
+    rollouts.judge(groups)
+    assert prompt_ids(groups) == [0, 1] and ledger.pools == Pools(easy={0: (3, 3)})
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_where_all_rows_rest_some_come_back_early_and_the_run_goes_on(build: Any, staleness: int) -> None:
+    reward = ChangingReward("h")
+    difficulty = DifficultyConfig(enabled=True, rest=6, longest_rest=100)
+    rollouts, engine = build(staleness, rows=5, size=2, reward=reward, difficulty=difficulty)
+    woken = []
+    for step in range(10):
+        live(rollouts, engine, reward, range(step, step + 1))
+        woken.append(rollouts.dropped.woken)
+    assert sum(woken[:1]) == 0 < sum(woken[4:])
+    assert rollouts.ledger.fates["trained"] == 20
+    assert rollouts.ledger.fates["skipped_hard"] <= 5 * (rollouts.ledger.drawn - rollouts.ledger.fates["skipped_hard"])
+    assert rollouts.order.position == rollouts.ledger.drawn  # a resumed run goes on at the same place
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_pools_at_least_halve_the_share_of_groups_with_equal_rewards(build: Any, seed: int) -> None:
+    """Of 12 rows a third is always solved, a third never, and a third half of the time."""
+
+    class Known(ChangingReward):
+        async def score(self, call: dict[str, Any]) -> float:
+            return (1.0, 0.0, float(chance.random() < 0.5))[int(call["label"]) % 3]
+
+    shares = []
+    for enabled in (True, False):
+        chance, reward = Random(seed), Known()
+        given = {"groups": 4, "size": 6, "rows": 12, "difficulty": DifficultyConfig(enabled=enabled)}
+        rollouts, _ = build(reward=reward, **given)
+        uniform = list[bool]()
+        for step in range(45):
+            groups = rollouts.take(4)
+            uniform += [len({one.reward for one in group}) == 1 for group in groups]
+            rollouts.judge(groups)
+            trained(rollouts, groups)
+            rollouts.release(step + 1)
+        shares.append(fmean(uniform))
+    assert 0.6 < shares[1] < 0.75 and 0.05 < shares[0] <= shares[1] / 2
