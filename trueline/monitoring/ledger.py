@@ -6,7 +6,6 @@ from typing import Any, Self
 
 from trueline.config.data import DifficultyConfig
 
-Rest = tuple[int, int]  # how often a row is still skipped, and how long this rest is
 Row = dict[str, list[int]]  # numbers by fate
 
 
@@ -16,45 +15,42 @@ class LedgerFailure(RuntimeError):
 
 @dataclass(slots=True)
 class Pools:
-    """Rows that were too easy or too hard when last sampled, each with its rest; all others are in neither pool."""
+    """Rows that were too easy or too hard when last sampled, and how often each is still skipped."""
 
-    easy: dict[int, Rest] = field(default_factory=dict)
-    hard: dict[int, Rest] = field(default_factory=dict)
+    easy: dict[int, int] = field(default_factory=dict)  # length of each row's last rest
+    hard: dict[int, int] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)  # skips of each row that rests
 
     @classmethod
-    def of(cls, saved: dict[str, dict[str, list[int]]]) -> Self:
+    def of(cls, saved: dict[str, dict[str, int]]) -> Self:
         """Restore saved pools; JSON keys are strings."""
-        return cls(
-            **{name: {int(row): (left, rest) for row, (left, rest) in pool.items()} for name, pool in saved.items()}
-        )
-
-    def named(self) -> dict[str, dict[int, Rest]]:
-        return {"easy": self.easy, "hard": self.hard}
+        return cls(**{name: dict(zip(map(int, rows), rows.values(), strict=True)) for name, rows in saved.items()})
 
     def judge(self, row: int, rate: float, config: DifficultyConfig) -> None:
         """Let a row with this pass rate rest, or be drawn again, whatever was said of it before."""
-        before = {name: pool.pop(row) for name, pool in self.named().items() if row in pool}
-        name = "hard" if rate <= config.low else "easy" if rate >= config.high else ""
-        if name:
-            rest = min(2 * before[name][1], config.longest_rest) if name in before else config.rest
-            self.named()[name][row] = rest, rest
+        before = self.easy.pop(row, 0), self.hard.pop(row, 0)
+        self.left.pop(row, None)
+        if rate > config.low and rate < config.high:
+            return
+        pool, last = (self.hard, before[1]) if rate <= config.low else (self.easy, before[0])
+        self.left[row] = pool[row] = min(2 * last, config.longest_rest) or config.rest
 
-    def why_resting(self, row: int) -> str:
-        """Return the pool in which a row rests, or nothing."""
-        return next((name for name, pool in self.named().items() if pool.get(row, (0, 0))[0]), "")
+    def skip(self, row: int) -> str:
+        """Count that a resting row is skipped, and return the fate of its draw; return nothing if it does not rest."""
+        if row not in self.left:
+            return ""
+        if self.left[row] == 1:
+            self.wake(row)
+        else:
+            self.left[row] -= 1
+        return "skipped_easy" if row in self.easy else "skipped_hard"
 
-    def skip(self, row: int, name: str) -> str:
-        """Count that a resting row is skipped; return the fate of its draw."""
-        left, rest = self.named()[name][row]
-        self.named()[name][row] = left - 1, rest
-        return f"skipped_{name}"
+    def next_awake(self) -> int:
+        """Return the row whose rest would end first."""
+        return min(self.left, key=lambda row: (self.left[row], row))
 
-    def wake(self) -> int:
-        """End the rest that would end first, and return its row."""
-        resting = [(left, row, pool) for pool in (self.easy, self.hard) for row, (left, _) in pool.items() if left]
-        _, row, pool = min(resting, key=lambda one: one[:2])
-        pool[row] = 0, pool[row][1]
-        return row
+    def wake(self, row: int) -> None:
+        del self.left[row]
 
 
 @dataclass(slots=True)

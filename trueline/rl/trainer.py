@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -452,4 +452,4 @@ class RLTrainer:
     def save(self, metrics: dict[str, float]) -> None:
         self.state.ledger.balance()
         write = partial(self.models.write, whole=self.config.checkpoint.holds_model(self.state.step, self.config.steps))
-        self.checkpoints.save(self.state.step, asdict(self.state), write, metrics)
+        self.checkpoints.save(self.state.step, self.state.saved(), write, metrics)

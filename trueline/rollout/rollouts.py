@@ -217,17 +217,16 @@ class Rollouts:
 
     def _draw_awake(self) -> int:
         """Draw the next row that does not rest. Where nearly all do, the rest that would end first ends early."""
-        most = min(len(self.prompts), MOST_SKIPPED) if self.plan.difficulty.enabled else 0
+        pools, most = self.ledger.pools, min(len(self.prompts), MOST_SKIPPED) if self.plan.difficulty.enabled else 0
         for _ in range(most):
-            number, pools = self.ledger.draw(row := next(self.order)), self.ledger.pools
-            if not (why := pools.why_resting(row)):
+            number = self.ledger.draw(row := next(self.order))
+            if not (fate := pools.skip(row)):
                 return number
-            self.ledger.close([number], fate := pools.skip(row, why))
+            self.ledger.close([number], fate)
             self.dropped.skipped[fate] += 1
-        row = next(self.order)
-        if most and self.ledger.pools.why_resting(row):
+        if (row := next(self.order)) in pools.left and most:
             self.dropped.woken += 1
-            row = self.ledger.pools.wake()
+            pools.wake(row := pools.next_awake())
         return self.ledger.draw(row)
 
     def judge(self, groups: Sequence[Sequence[Episode]]) -> None:

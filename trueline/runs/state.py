@@ -1,14 +1,14 @@
 """The state of a run, and how a resumed run restores it."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TypeVar
 
 from trueline.config.base import ConfigError, Tree
 from trueline.data.loader import changes
-from trueline.monitoring.ledger import Ledger, Row
+from trueline.monitoring.ledger import Ledger, Pools, Row
 from trueline.monitoring.progress import Progress
 from trueline.runtime.actors import ActorFailure
 from trueline.training.checkpoints import Checkpoints
@@ -32,6 +32,13 @@ class RLState:
     drawn_excess: float = 0.0  # sums of all steps, by which their draws are tested
     drawn_variance: float = 0.0
     averages: dict[str, float] = field(default_factory=dict)  # moving averages of rewards, by role
+
+    def saved(self) -> Tree:
+        """Return a copy as JSON; pools of a million rows are copied as they are, for `asdict` takes seconds."""
+        tree = asdict(replace(self, ledger=replace(self.ledger, pools=Pools())))
+        pools = self.ledger.pools
+        tree["ledger"]["pools"] = {"easy": dict(pools.easy), "hard": dict(pools.hard), "left": dict(pools.left)}
+        return tree
 
     def behind(self, saved: Tree, fates: list[Row]) -> Tree:
         """Return counters that were saved, behind the prompts of the steps since, which are not trained on again.

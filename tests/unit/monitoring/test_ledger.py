@@ -30,36 +30,37 @@ def test_a_row_rests_as_its_verdicts_say(verdicts: tuple[str, ...]) -> None:
     ledger, left, found, fates = Ledger(), list(verdicts), [], list[str]()
     for epoch in range(visits(verdicts)[-1] + 1):
         ledger = Ledger.of(json.loads(json.dumps(asdict(ledger))))  # killed and resumed in every epoch
-        if why := ledger.pools.why_resting(7):
-            fates.append(ledger.pools.skip(7, why))
-            assert why == verdicts[len(found) - 1]
+        if fate := ledger.pools.skip(7):
+            fates.append(fate)
             continue
         found.append(epoch)
         ledger.pools.judge(7, RATES[left.pop(0)], CONFIG)
     assert found == visits(verdicts) and not left
     assert fates == [f"skipped_{verdicts[at]}" for at in range(3) for _ in range(found[at + 1] - found[at] - 1)]
-    held = {name: sorted(pool) for name, pool in ledger.pools.named().items()}
-    assert held == {name: [7] * (name == verdicts[-1]) for name in ("easy", "hard")}  # others take no room
+    held = {name for name, pool in asdict(ledger.pools).items() if 7 in pool}
+    assert held == ({verdicts[-1], "left"} if verdicts[-1] else set())  # others take no room
 
 
 def test_the_rest_that_would_end_first_ends_early() -> None:
-    pools = Pools(easy={3: (2, 4), 5: (0, 1)}, hard={9: (2, 2), 2: (3, 4)})
-    assert [pools.wake(), pools.wake(), pools.wake()] == [3, 9, 2]
-    assert not any(map(pools.why_resting, range(10))) and pools.easy[3] == (0, 4)
+    pools, woken = Pools({3: 4, 5: 1}, {9: 2, 2: 4}, {9: 2, 3: 2, 2: 3}), list[int]()
+    while pools.left:
+        woken.append(pools.next_awake())
+        pools.wake(woken[-1])
+    assert woken == [3, 9, 2] and not any(map(pools.skip, range(10)))
     pools.judge(3, 1.0, CONFIG)
-    assert pools.easy[3] == (5, 5)  # a rest that ended early counts as one
+    assert (pools.easy, pools.left) == ({3: 5, 5: 1}, {3: 5})  # a rest that ended early counts as one
 
 
 def test_verdicts_of_steps_that_are_given_up_are_undone_and_their_skips_keep_their_fate() -> None:
-    before = Ledger(drawn=2, fates={"trained": 2}, pools=Pools(hard={0: (2, 2)}))
+    before = Ledger(drawn=2, fates={"trained": 2}, pools=Pools(hard={0: 2}, left={0: 2}))
     now = Ledger.of(json.loads(json.dumps(asdict(before))))
     assert now == before
-    now.close([now.draw(0)], now.pools.skip(0, "hard"))
+    now.close([now.draw(0)], now.pools.skip(0))
     now.pools.judge(1, 0.0, CONFIG)
     now.close([now.draw(1)], "trained")
-    assert now.pools == Pools(hard={0: (1, 2), 1: (2, 2)})
+    assert now.pools == Pools(hard={0: 2, 1: 2}, left={0: 1, 1: 2})
     back = now.roll_back(before, [])
-    assert back.pools == before.pools == Pools(hard={0: (2, 2)})
+    assert back.pools == before.pools == Pools(hard={0: 2}, left={0: 2})
     assert back.balance() == "4 prompts sampled: 2 trained, 1 skipped hard, 1 rolled back"
 
 

@@ -96,7 +96,10 @@ def test_known_pass_rates_are_the_first_verdicts(
     mixture = f"data.mixture={{{tmp_path}/a.jsonl: 1, {tmp_path}/b.jsonl: 2}}"
     keys = ["data.path=", mixture, "data.difficulty.enabled=true", "data.difficulty.column=known"]
     plan, talk = planned(*keys), Sampling(RolloutWorkers([], EnginePool([])), (2,), NOTHING)
-    for ledger, expected in ((Ledger(), Pools({0: (1, 1), 5: (1, 1)}, {3: (1, 1), 4: (1, 1)})), (Ledger(4), Pools())):
+    for ledger, expected in (
+        (Ledger(), Pools({0: 1, 5: 1}, {3: 1, 4: 1}, {0: 1, 3: 1, 4: 1, 5: 1})),
+        (Ledger(4), Pools()),
+    ):
         rollouts = make_rollouts(plan, talk, RLState(ledger=ledger), RunFolder(tmp_path))
         assert rollouts.ledger.pools == expected
 
