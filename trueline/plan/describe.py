@@ -9,6 +9,7 @@ from trueline.algorithms.loss_aggregation import AGGREGATIONS
 from trueline.algorithms.policy_losses import POLICY_LOSSES
 from trueline.algorithms.shortcuts import fresh_old_logprobs, stream_obstacle, untested_draws
 from trueline.config.algorithm import AlgorithmConfig
+from trueline.config.data import DifficultyConfig
 from trueline.config.model import WORTHWHILE, ModelConfig, RanksConfig, TrainingConfig, sharing_obstacle
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.config.sampling import EvalConfig, GenerateConfig, RoundsConfig
@@ -349,12 +350,18 @@ def batch_lines(plan: RLPlan) -> list[str]:
     return [
         prompts_line(plan.sources, plan.rollout, sum(len(prompts) for prompts in plan.evaluation_sets.values())),
         *reasoning_lines(plan),
+        *resting_lines(config.data.difficulty),
         *describe_environment(config.environment, plan.chat, plan.rollout.longest(), plan.rollout.engine),
         f"batch      {config.prompts_per_step} prompts x {config.algorithm.group_size} completions = {completions} per "
         f"step, {config.minibatches * config.epochs} optimizer steps of {completions // config.minibatches}",
         f"length     {config.steps} steps = {config.steps * config.prompts_per_step / len(plan.prompts):.2g} epochs; "
         f"about {duration(seconds)} per step if completions have full length",
     ]
+
+
+def resting_lines(difficulty: DifficultyConfig) -> list[str]:
+    bounds = f"at most {difficulty.low:.0%} or at least {difficulty.high:.0%} of its completions pass"
+    return [f"resting    a prompt rests if {bounds} (reward from {difficulty.pass_reward:g})"] * difficulty.enabled
 
 
 def reasoning_lines(plan: RLPlan | SupervisedPlan | SamplingPlan[Kind]) -> list[str]:

@@ -15,6 +15,7 @@ from trueline.data.batching import Budget
 from trueline.models.ring_attention import Mesh
 from trueline.monitoring.ledger import Ledger, Pools
 from trueline.monitoring.run_folder import RunFolder
+from trueline.plan.describe import describe
 from trueline.plan.rl import RLPlan, plan_rl
 from trueline.rl.build import (
     begin_models,
@@ -81,6 +82,8 @@ def test_the_order_of_groups_and_the_rest_of_rows_follow_the_plan(planned: Any, 
     found = make_rollouts(plan, talk, RLState(), RunFolder(tmp_path)).plan
     assert (found.capacity(), found.max_staleness, found.window, found.drop_old) == (5, 2, 7, True)
     assert found.difficulty == plan.config.data.difficulty and found.difficulty.rest == 3
+    line = "resting    a prompt rests if at most 0% or at least 100% of its completions pass (reward from 1)"
+    assert line in describe(plan) and "resting  " not in describe(planned("data.difficulty.rest=3"))
 
 
 @pytest.mark.parametrize("large", [False, True])
