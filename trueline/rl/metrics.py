@@ -11,9 +11,8 @@ from trueline.algorithms.losses import explained_variance
 from trueline.config.rl import RLConfig
 from trueline.data.types import ROW_ITEM, Outcome, Sample, episode_metric
 from trueline.environments.multi_turn import OWN_METRICS
-from trueline.monitoring.ledger import Pools
 from trueline.rollout.groups import limit_shares
-from trueline.rollout.rollouts import Dropped, largest_gap, part_reward
+from trueline.rollout.rollouts import Dropped, Rollouts, largest_gap, part_reward
 from trueline.rollout.summary import EpisodeSummary
 from trueline.training.samples import SampleNumbers
 
@@ -96,8 +95,11 @@ def describe_uniform(dropped: Dropped, rewards: list[float], trained: int) -> Me
     }
 
 
-def describe_pools(pools: Pools, dropped: Dropped, rows: int) -> Metrics:
+def describe_pools(rollouts: Rollouts) -> Metrics:
     """Return the share of rows in each pool of difficulty, and how often resting ones were skipped for the step."""
+    pools, dropped, rows = rollouts.ledger.pools, rollouts.dropped, len(rollouts.prompts)
+    if not rollouts.plan.difficulty.enabled:
+        return {}
     return {
         "data/easy_share": len(pools.easy) / rows,
         "data/hard_share": len(pools.hard) / rows,

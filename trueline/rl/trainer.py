@@ -316,8 +316,7 @@ class RLTrainer:
         metrics = describe_step(groups, samples.rows, self.rollouts.dropped, state.version)
         metrics |= self.rollouts.loop.run(self.workers.load_metrics(), "counting requests")
         self.rollouts.judge(groups)
-        if config.data.difficulty.enabled:
-            metrics |= describe_pools(state.ledger.pools, self.rollouts.dropped, len(self.rollouts.prompts))
+        metrics |= describe_pools(self.rollouts)
         state.advance([group[0].group for group in groups], learns)
         state.follow(samples.rows, config.algorithm.baseline_decay)
         self.tracker.account(state.step, state.ledger.row())  # before the checkpoint that counts it
@@ -452,4 +451,4 @@ class RLTrainer:
     def save(self, metrics: dict[str, float]) -> None:
         self.state.ledger.balance()
         write = partial(self.models.write, whole=self.config.checkpoint.holds_model(self.state.step, self.config.steps))
-        self.checkpoints.save(self.state.step, self.state.saved(), write, metrics)
+        self.checkpoints.save(self.state.step, self.state.snapshot(), write, metrics)

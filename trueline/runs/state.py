@@ -33,7 +33,7 @@ class RLState:
     drawn_variance: float = 0.0
     averages: dict[str, float] = field(default_factory=dict)  # moving averages of rewards, by role
 
-    def saved(self) -> Tree:
+    def snapshot(self) -> Tree:
         """Return a copy as JSON; pools of a million rows are copied as they are, for `asdict` takes seconds."""
         tree = asdict(replace(self, ledger=replace(self.ledger, pools=Pools())))
         pools = self.ledger.pools

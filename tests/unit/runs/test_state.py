@@ -20,11 +20,11 @@ NAME = "training-00002-of-00002.safetensors"
 def test_what_a_checkpoint_saves_is_a_copy_of_all_of_it() -> None:
     ledger = Ledger(3, {2: 9}, {"trained": 2}, {"trained": [0, 1]}, Pools({1: 2}, {2: 4}, {2: 3}))
     state = RLState(step=2, ledger=ledger, tracker={"wandb": "x"})
-    saved, expected = state.saved(), json.loads(json.dumps(asdict(state)))
+    saved, expected = state.snapshot(), json.loads(json.dumps(asdict(state)))
     assert saved == asdict(state)
     for changed in (ledger.pools.easy, ledger.pools.hard, ledger.pools.left, ledger.fates, ledger.under_way):
         changed.clear()
-    assert json.loads(json.dumps(saved)) == expected != json.loads(json.dumps(state.saved()))
+    assert json.loads(json.dumps(saved)) == expected != json.loads(json.dumps(state.snapshot()))
 
 
 def test_a_damaged_file_is_named_as_if_the_driver_had_found_it(tmp_path: Path) -> None:
