@@ -1,6 +1,6 @@
 """Findings of a plan: keys without effect, crowded cores, what the template does to messages; and what repeats bits."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -14,6 +14,8 @@ from trueline.config.run import MonitoringConfig, RunConfig
 from trueline.config.sampling import EvalConfig, RoundsConfig, SamplingConfig
 from trueline.config.supervised import SupervisedConfig
 from trueline.data.chat import ChatFormat
+from trueline.data.prompts import known_rates, sample_of
+from trueline.data.types import Prompt
 from trueline.environments.opening import turn_findings
 from trueline.monitoring.findings import Finding
 from trueline.plan.memory import Forecast
@@ -54,6 +56,17 @@ def idle_keys(config: RunConfig) -> list[Finding]:
     return [
         Finding("watch", "idle_key", f"{key}={changed[key]} has no effect", why, key) for key, why in reasons.items()
     ]
+
+
+def difficulty_findings(config: RLConfig, sources: Sequence[Sequence[Prompt]]) -> Iterator[Finding]:
+    """Check the column of known pass rates; without one, no prompt rests before it was sampled once."""
+    difficulty, key = config.data.difficulty, f"{DIFFICULTY}enabled"
+    if difficulty.enabled and difficulty.column is not None:
+        for prompts in sources:
+            known_rates(sample_of(prompts), difficulty.column)
+    elif difficulty.enabled and (drawn := config.steps * config.prompts_per_step) <= (rows := sum(map(len, sources))):
+        what = f"{key}=True has no effect: the run draws {drawn} of {rows} prompts, and none twice"
+        yield Finding("watch", "idle_key", what, "train longer, or set data.difficulty.column", key)
 
 
 def defaults(config: RunConfig) -> dict[str, Any]:

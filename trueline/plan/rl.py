@@ -1,6 +1,6 @@
 """Plan a run of reinforcement learning: fill in what the machine and the model decide, refuse what cannot work."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,13 +14,13 @@ from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig, chec
 from trueline.config.rl import OWN_GPU, ResolvedRollout, RLConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import fingerprint
-from trueline.data.prompts import known_rates, sample_of
+from trueline.data.prompts import sample_of
 from trueline.data.rows import Joined
 from trueline.data.types import Prompt
 from trueline.models.loading import ModelFacts
 from trueline.models.routing import KEY, check_kind
 from trueline.monitoring.findings import Finding
-from trueline.plan.findings import check_settled, find, reproducible
+from trueline.plan.findings import check_settled, difficulty_findings, find, reproducible
 from trueline.plan.inputs import Measured, PlanInputs, PromptSet, Reading, check_sight, fitting_prompts, look_around
 from trueline.plan.memory import (
     FEWEST_SEQUENCES,
@@ -170,21 +170,9 @@ def plan_rl(config: RLConfig) -> RLPlan:
     rates = [finding for one in plan.rates() for finding in rate_findings(*one)]
     samples = sample_bytes(plan.config, plan.rollout, plan.facts) if config.runtime != "local" else 0
     stored = store_findings(samples, plan.layout.store_bytes, plan.machine)
-    besides = [*rates, *stored, *plan.rewards.warnings, *difficulty_findings(plan)]
-    found = find(plan.config, plan.layout, plan.machine, plan.chat, besides)
+    rests = difficulty_findings(plan.config, [source.prompts for source in plan.sources])
+    found = find(plan.config, plan.layout, plan.machine, plan.chat, [*rates, *stored, *plan.rewards.warnings, *rests])
     return replace(plan, findings=found)
-
-
-def difficulty_findings(plan: RLPlan) -> Iterator[Finding]:
-    """Check the column of known pass rates; without one, no prompt rests before it was sampled once."""
-    config, difficulty = plan.config, plan.config.data.difficulty
-    if difficulty.enabled and difficulty.column is not None:
-        for source in plan.sources:
-            known_rates(sample_of(source.prompts), difficulty.column)
-    elif difficulty.enabled and (drawn := config.steps * config.prompts_per_step) <= (rows := len(plan.prompts)):
-        key = "data.difficulty.enabled"
-        what = f"{key}=True has no effect: the run draws {drawn} of {rows} prompts, and none twice"
-        yield Finding("watch", "idle_key", what, "train longer, or set data.difficulty.column", key)
 
 
 def decide(asked: RLConfig, around: PlanInputs) -> RLPlan:

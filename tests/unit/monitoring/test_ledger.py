@@ -41,6 +41,13 @@ def test_a_row_rests_as_its_verdicts_say(verdicts: tuple[str, ...]) -> None:
     assert held == ({verdicts[-1], "left"} if verdicts[-1] else set())  # others take no room
 
 
+def test_a_verdict_of_a_group_drawn_before_a_rest_began_changes_or_ends_it() -> None:
+    pools = Pools()
+    for rate, expected in (0.0, Pools({}, {7: 2}, {7: 2})), (1.0, Pools({7: 2}, {}, {7: 2})), (0.5, Pools()):
+        pools.judge(7, rate, CONFIG)
+        assert pools == expected
+
+
 def test_the_rest_that_would_end_first_ends_early() -> None:
     pools, woken = Pools({3: 4, 5: 1}, {9: 2, 2: 4}, {9: 2, 3: 2, 2: 3}), list[int]()
     while pools.left:
