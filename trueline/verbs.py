@@ -1,6 +1,7 @@
 """Every verb of the command line: its help and, if it starts a run, its configuration, flags and launcher."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from trueline.config import supervised as tasks
 from trueline.config.algorithm import PRESETS
@@ -38,10 +39,11 @@ class Verb:
 
 
 def rl(preset: str) -> Verb:
-    has_teacher = PRESETS[preset]["advantage"] == "teacher"
-    key, more = ("teacher.path", "teacher.path=teacher/") if has_teacher else ("algorithm.group_size", "--reward math")
+    key, more = OWN_KEYS.get(preset, ("algorithm.group_size", "--reward math"))
     flags, keys = COMMON | DATA | HELD_OUT | REWARD | EPISODES, ("steps", "prompts_per_step", key, RATE, LENGTH)
-    example, defaults = f"--data data.jsonl {more}", {"algorithm": {"preset": preset}}
+    example, defaults = f"--data data.jsonl {more}".strip(), dict[str, Any](algorithm={"preset": preset})
+    if PRESETS[preset].get("distillation", {}).get("teacher") == "average":
+        defaults["training"] = {"ema_decay": 0.99}
     return Verb(RLConfig, RL_MEANINGS[preset], "trueline.rl.build:prepare_rl", flags, keys, example, defaults)
 
 
@@ -64,6 +66,12 @@ def rounds(kind: type[RunConfig], meaning: str, key: str) -> Verb:
     return job(kind, f"In rounds: sample, {meaning}", "rounds:prepare_rounds", DATA | HELD_OUT, keys)
 
 
+OWN_KEYS = {  # preset -> the key that its help lists besides the usual ones, and what its example needs
+    "on_policy_distill": ("teacher.path", "teacher.path=teacher/"),
+    "sdft": ("algorithm.distillation.column", ""),
+    "sdpo": ("algorithm.distillation.rewarded", "--reward math"),
+    "opsd": ("algorithm.distillation.column", ""),
+}
 RL_MEANINGS = {
     "ppo": "Clipped policy loss with a critic",
     "reinforce++": "No critic; advantages are normalised over the batch",
@@ -81,6 +89,9 @@ RL_MEANINGS = {
     "dppo": "GRPO that drops tokens by how far their probability has moved, not by its ratio",
     "vapo": "PPO with length-adaptive advantages and a critic warm-up",
     "on_policy_distill": "Imitate a teacher on the policy's own completions",
+    "sdft": "Imitate itself as it replies with a demonstration at hand",
+    "sdpo": "Imitate itself as it replies with feedback and a rewarded reply at hand",
+    "opsd": "Imitate its starting weights as they reply with the solution at hand",
 }
 TASK_VERBS: dict[str, Verb] = {
     "sft": offline(tasks.SftConfig, "Fine-tune on conversations, completions or plain text", "max_tokens"),

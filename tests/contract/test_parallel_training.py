@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.engines import ENGINES, FSDP2, ZERO
 from tests.support.ranks import run_ranks, started
-from tests.support.tiny import make_samples, make_tiny_model
+from tests.support.tiny import add_targets, make_samples, make_tiny_model
 from trueline.algorithms.importance_sampling import EXCESS, VARIANCE
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
@@ -52,7 +52,14 @@ class Case:
         return "-".join([*parts, *(flag for flag, on in flags.items() if on), f"rows{self.rows}"])
 
 
-POLICY = AlgorithmConfig.parse({"preset": "grpo", "kl": {"coefficient": 0.1}, "entropy_coefficient": 0.01})
+POLICY = AlgorithmConfig.parse(
+    {
+        "preset": "grpo",
+        "kl": {"coefficient": 0.1},
+        "entropy_coefficient": 0.01,
+        "distillation": {"coefficient": 0.3, "divergence": "jsd"},
+    }
+)
 LOSSES: dict[str, tuple[int, LossSettings]] = {  # loss -> neighbours that stay together, settings
     "policy": (1, LossSettings(0.8, POLICY, draws=True)),
     "sft": (1, LossSettings()),
@@ -123,6 +130,8 @@ def take_gradients(rank: int, world: int, models: dict[bool, str], cases: list[C
         worker = started(Worker(WorkerSpec(model, training, rank, world, 100, 0)))
         for loss, (samples_per_row, settings) in LOSSES.items():
             samples = minibatch()
+            if loss == "policy":
+                add_targets(samples)
             set_weights(samples, "token_mean" if loss in ("sft", "policy") else "sequence_sum", 0)
             totals: dict[str, float] = {}
             for number, part in enumerate(parts_of(samples, case.parts), 1):

@@ -22,11 +22,14 @@ OF_VERB = {  # what one step of a random model with two completions per prompt n
     "vapo": ["algorithm.critic_warmup_steps=0"],
     "on_policy_distill": ["teacher.path={model}"],
     "distill": ["distill.teacher={model}"],
+    "sdpo": ["algorithm.distillation.rewarded=0"],
 }
 COLUMNS = {  # verb -> columns besides the prompt
     **dict.fromkeys(TASK_VERBS, ("chosen", "rejected")),
     **dict.fromkeys(("sft", "distill"), ("completion",)),
     "kto": ("completion", "label"),
+    "sdft": ("demonstration",),
+    "opsd": ("solution",),
     "prm": ("completions", "labels"),
 }
 
@@ -36,7 +39,9 @@ def write_data(file: Path, verb: str) -> None:
     for number in range(8):
         right, even = str(number + 1), number % 2 == 0
         row = {"prompt": f"{number}+1=", "rejected": str(number), "label": even, "labels": [True, even]}
-        row |= dict.fromkeys(("answer", "completion", "chosen"), right) | {"completions": ["I add one", right]}
+        row |= dict.fromkeys(("answer", "completion", "chosen", "demonstration", "solution"), right) | {
+            "completions": ["I add one", right]
+        }
         lines.append(json.dumps({name: row[name] for name in wanted}) + "\n")
     file.write_text("".join(lines))
 

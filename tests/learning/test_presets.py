@@ -1,6 +1,7 @@
 """Every preset learns a small task through the real loop, in one process."""
 
 import json
+import random
 import re
 from pathlib import Path
 from statistics import fmean
@@ -30,7 +31,12 @@ MARGIN = 0.25
 
 RARE, SLOW = pytest.mark.soak, pytest.mark.slow
 PRESET_MARKS = {"grpo": [], "ppo": SLOW, "dapo": SLOW, "reinforce++": SLOW}
-LEARNT = [pytest.param(name, marks=PRESET_MARKS.get(name, RARE)) for name in PRESETS if name != "on_policy_distill"]
+TAUGHT = ("sdft", "sdpo", "opsd")
+LEARNT = [
+    pytest.param(name, marks=PRESET_MARKS.get(name, RARE))
+    for name in PRESETS
+    if name not in ("on_policy_distill", *TAUGHT)
+]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -43,6 +49,48 @@ def test_preset_learns(preset: str, seed: int, tmp_path: Path) -> None:
     assert rows[0]["reward/mean"] < 0.2
     assert fmean(row["reward/mean"] for row in rows[-3:]) > rows[0]["reward/mean"] + MARGIN
     assert all(row["policy/ratio_deviation_max"] < 1e-4 for row in rows if "policy/ratio" in row)
+
+
+LETTERS, OTHERS = "abcdefghijklmnopqrstuvwxyz", "0123456789 .,;:!?-+*/=()<>ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+@pytest.fixture(scope="module")
+def follower(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that replies in letters where letters come before the prompt, and otherwise writes anything."""
+    folder, draw = tmp_path_factory.mktemp("follower"), random.Random(0)
+    make_tiny_model(folder / "start", tied=True)
+    rows = []
+    for number in range(3000):
+        shown = "".join(draw.choices(LETTERS, k=8)) + "\n" if number % 2 else ""
+        reply = "".join(draw.choices(LETTERS if shown else LETTERS + OTHERS, k=8))
+        rows.append({"prompt": f"{shown}{number % 30}:", "completion": reply})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["training.learning_rate=2e-3", "monitoring.tensorboard=false", "monitoring.doctor=false"]
+    named = ["--model", f"{folder}/start", "--data", f"{folder}/rows.jsonl", "--name", "sft", *words]
+    assert main(["sft", *named, "runtime=local", f"folder={folder}"]) == 0
+    return next((folder / "sft" / "checkpoints").glob("step_*")) / "model"
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("preset", [pytest.param(name, marks=SLOW if name != "sdpo" else ()) for name in TAUGHT])
+def test_a_policy_learns_from_itself_what_it_does_with_more_at_hand(
+    preset: str, seed: int, follower: Path, tmp_path: Path
+) -> None:
+    """Letters before the prompt make the teacher reply in letters; the policy comes to do so without."""
+    column, draw = "solution" if preset == "opsd" else "demonstration", random.Random(1)
+    size = PRESETS[preset]["group_size"]
+    words = [f"prompts_per_step={ANSWERS // size}", f"seed={seed}", "steps=8", "algorithm.distillation.rewarded=0.375"]
+    command = letters_command(tmp_path, preset, *words, f"algorithm.distillation.template={{{column}}}\n{{prompt}}")
+    rows = [{"prompt": f"{number}:", column: "".join(draw.choices(LETTERS, k=8))} for number in range(30)]
+    kept = ("prompt",) if preset == "sdpo" else ("prompt", column)  # whose demonstrations are the group's own
+    lines = [json.dumps({name: row[name] for name in kept}) for row in rows]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    command[command.index("--model") + 1] = str(follower)
+    assert main(command) == 0
+    found = rows_of(tmp_path)[1:]
+    assert found[0]["reward/mean"] < 0.5 and found[0]["distill/taught_share"] > 0.8
+    assert fmean(row["reward/mean"] for row in found[-3:]) > found[0]["reward/mean"] + MARGIN
+    assert found[-1]["distill/divergence"] < found[0]["distill/divergence"] / 4
 
 
 SETTINGS = {  # what answers of eight tokens, all of which reach the length limit, ask for

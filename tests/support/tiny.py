@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from trueline.config.algorithm import AlgorithmConfig
-from trueline.data.types import Batch, LossOutput, Sample
+from trueline.data.types import NO_TARGET, Batch, LossOutput, Sample
 from trueline.demo.material import make_tokenizer
 
 
@@ -73,6 +73,16 @@ def make_samples(count: int, seed: int = 0, longest: int = 24, shared: int = 0, 
         sample.advantages = noise[2] * sample.mask
         samples.append(sample)
     return samples
+
+
+def add_targets(samples: list[Sample], tokens: int = 5, seed: int = 0) -> None:
+    """What a teacher finds likely in each place, and the rest; a sixth of the places have no teacher."""
+    generator = torch.Generator().manual_seed(seed)
+    for sample in samples:
+        chosen = [torch.randperm(259, generator=generator)[:tokens] for _ in range(sample.length())]
+        sample.target_ids = torch.stack(chosen).int()
+        sample.target_ids[torch.rand(sample.length(), generator=generator) < 1 / 6] = NO_TARGET
+        sample.target_logprobs = torch.randn(sample.length(), tokens + 1, generator=generator).log_softmax(-1)
 
 
 def offset_loss(logprobs: Tensor, batch: Batch, config: AlgorithmConfig) -> LossOutput:

@@ -52,11 +52,18 @@ def reinforce(samples: list[Sample], config: AlgorithmConfig) -> None:
         sample.advantages = on_all(sample, advantage, config)
 
 
-@entry("none; teacher log-prob minus policy log-prob of each token", needs=("teacher",))
+@entry("none; teacher log-prob minus policy log-prob of each token", needs=("teacher", "old_logprobs"))
 def teacher(samples: list[Sample], config: AlgorithmConfig) -> None:
     """Score a sampled token by how much likelier the teacher finds it: on-policy distillation (arXiv:2306.13649)."""
     for sample in samples:
         sample.advantages = (sample.teacher_logprobs - sample.old_logprobs) * sample.mask
+
+
+@entry("none; only algorithm.distillation teaches", needs=("teacher",))
+def none(samples: list[Sample], config: AlgorithmConfig) -> None:
+    """Fill in zeros: the divergence from a teacher is the whole loss."""
+    for sample in samples:
+        sample.advantages = torch.zeros(sample.length())
 
 
 # Estimators that compare episodes, or their turns
@@ -167,6 +174,7 @@ ADVANTAGES: dict[str, Estimator] = table_of(
     batch_mean,
     moving_average,
     teacher,
+    none,
 )
 
 
@@ -400,10 +408,14 @@ def reads_reward(config: AlgorithmConfig) -> bool:
     return "teacher" not in needs(config) or "reward" in needs(config)
 
 
+def has_teacher(config: AlgorithmConfig) -> bool:
+    return "teacher" in needs(config) or config.distillation.coefficient > 0
+
+
 def fresh_logprobs(config: AlgorithmConfig, updates: int, dropout: float) -> bool:
     """Tell whether the update itself computes the old log-probs: completions are used once, and only there."""
     in_reward = config.kl.place == "reward" and config.kl.coefficient > 0
-    read = in_reward or "teacher" in needs(config) or is_own(config.advantage)  # user functions may read anything
+    read = in_reward or "old_logprobs" in needs(config) or is_own(config.advantage)  # user functions may read anything
     read = read or config.needs_entropy() or "squares" in needs(config)
     return config.old_logprobs == "recompute" and updates == 1 and not dropout and not read
 
@@ -447,6 +459,8 @@ def check_needs(config: AlgorithmConfig) -> None:
             "algorithm.shaping does not change the greedy completion's reward: set overlong_factor=0, truncated=keep "
             f"and cosine_correct=null, or another advantage than {name}"
         )
+    if name == none.function.__name__ and not config.distillation.coefficient:
+        raise ConfigError("algorithm.advantage=none: nothing would be learnt; set algorithm.distillation.coefficient=1")
     if not reads_reward(config) and (config.kl.place == "reward" or config.dynamic_sampling.enabled or shaped):
         raise ConfigError(
             f"algorithm.advantage={name} uses no reward: set kl.place=loss and dynamic_sampling.enabled=false, and "

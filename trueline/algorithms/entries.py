@@ -21,7 +21,18 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 # What an entry can need.
-NEEDS = ("critic", "teacher", "reward", "groups", "greedy", "recompute", "batch", "nonnegative", "squares")
+NEEDS = (
+    "critic",
+    "teacher",
+    "reward",
+    "groups",
+    "greedy",
+    "recompute",
+    "old_logprobs",
+    "batch",
+    "nonnegative",
+    "squares",
+)
 
 
 class AlgorithmFailure(RuntimeError):

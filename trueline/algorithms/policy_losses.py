@@ -9,10 +9,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from trueline.algorithms.divergences import DIVERGENCES
 from trueline.algorithms.entries import AlgorithmFailure, Entry, entry, lookup, table_of
 from trueline.algorithms.importance_sampling import clamp_log_ratio, importance_weights, sequence_means
-from trueline.config.algorithm import AlgorithmConfig, KLConfig
-from trueline.data.types import Batch, LossOutput, ModelOutput, Sample
+from trueline.config.algorithm import AlgorithmConfig, DistillationConfig, KLConfig
+from trueline.data.types import NO_TARGET, Batch, LossOutput, ModelOutput, Sample
 
 PolicyLoss = Entry[[Tensor, Batch, AlgorithmConfig], LossOutput]  # [N] log-probs, with gradient
 
@@ -114,6 +115,10 @@ def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> L
         kl = estimate_kl(logprobs - batch.ref_logprobs, ratio, config.kl)
         loss.values = loss.values + coefficient * kl
         loss.means["policy/kl"] = kl.detach()
+    if config.distillation.coefficient > 0:
+        divergence = to_teacher(output, batch, config.distillation)
+        loss.values = loss.values + config.distillation.coefficient * divergence
+        loss.means["distill/divergence"] = divergence.detach()
     if config.entropy_coefficient > 0:
         loss.values = loss.values - config.entropy_coefficient * output.entropy
     if config.positive_nll > 0:
@@ -122,6 +127,15 @@ def policy_loss(output: ModelOutput, batch: Batch, config: AlgorithmConfig) -> L
         loss.totals[OBSERVATION] = observation_nll(output.logprobs, batch)
         loss.added = config.observation_loss * loss.totals[OBSERVATION]
     return loss
+
+
+def to_teacher(output: ModelOutput, batch: Batch, config: DistillationConfig) -> Tensor:
+    """Return each token's divergence from the teacher, [N]: of the teacher's likeliest tokens, and all others as one.
+
+    It is 0 where a token has no teacher; the teacher's side has no gradient.
+    """
+    found = DIVERGENCES[config.divergence](batch.target_logprobs.detach(), output.target_logprobs)
+    return torch.where(batch.target_ids[:, 0] == NO_TARGET, 0.0, found)
 
 
 def count_tokens(samples: list[Sample], config: AlgorithmConfig, score: object) -> dict[str, float]:

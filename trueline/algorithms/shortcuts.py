@@ -1,6 +1,6 @@
 """Which shortcuts the keys of a run allow, and why not."""
 
-from trueline.algorithms.advantages import fresh_logprobs, needs, needs_batch, policy_waits
+from trueline.algorithms.advantages import fresh_logprobs, has_teacher, needs, needs_batch, policy_waits
 from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
 
@@ -31,7 +31,7 @@ def check_truncation(config: RLConfig) -> None:
         f"older weights have kept others (rollout.max_staleness={stale}): set it to 0": stale > 0,
         f"later updates keep others (minibatches x epochs = {updates}): set both to 1": updates > 1,
         f"the reference keeps others (algorithm.kl.coefficient={kl:g}): set it to 0": kl > 0,
-        f"the teacher keeps others: choose another advantage than {algorithm.advantage}": "teacher" in needs(algorithm),
+        f"the teacher keeps others: choose another advantage than {algorithm.advantage}": has_teacher(algorithm),
         f"algorithm.observation_loss={answers:g} learns tokens that nobody has sampled: set it to 0": answers > 0,
         "adapters have dropout in updates: set model.lora.dropout=0": config.model.lora.dropout > 0,
         "steps that train only the critic find none: set algorithm.critic_warmup_steps=0 and "
@@ -52,8 +52,14 @@ def check_truncation(config: RLConfig) -> None:
 def stream_obstacle(config: RLConfig, kept: str = "") -> str:
     """Return why groups cannot be trained before all of their step are sampled; `kept`: keys that keep gradients."""
     training, updates = config.training, config.minibatches * config.epochs
+    taught = has_teacher(config.algorithm) and (
+        config.algorithm.distillation.coefficient > 0
+        or config.algorithm.distillation.reads_more()
+        or bool(config.teacher.paths)
+    )
     reasons = {
         f"{needs_batch(config.algorithm)} needs the whole batch": bool(needs_batch(config.algorithm)),
+        "a teacher reads whole steps (algorithm.distillation, teacher.paths)": taught,
         f"a step makes {updates} updates (minibatches, epochs)": updates > 1,
         "training.router_aux_loss_coef needs the whole batch": training.router_aux_loss_coef > 0,
         f"rollout.max_staleness={config.rollout.max_staleness} already samples while it trains": bool(

@@ -26,6 +26,19 @@ def resolve_function(value: str) -> str:
 OwnFunction = Annotated[str, AfterValidator(resolve_function)]
 
 
+CONTEXT_FIELDS: dict[str, tuple[str, ...]] = {  # of the template, by context
+    "none": (),
+    "demonstration": ("demonstration",),
+    "solution": ("solution",),
+    "feedback": ("demonstration", "feedback"),
+}
+WHOLE_VOCABULARY = 8192  # the largest that is compared as a whole
+TEACHER_TEMPLATE = (
+    "{prompt}\n\nHere is a good reply:\n{demonstration}\n\nHere is the solution:\n{solution}\n\n"
+    "An earlier reply was met with this:\n{feedback}\n\nNow reply in your own words."
+)
+
+
 class KLConfig(Config):
     coefficient: float = Field(0.0, ge=0)
     """Weight of the KL term. 0: no reference model is loaded."""
@@ -104,6 +117,38 @@ class ShapingConfig(Config):
             )
 
 
+class DistillationConfig(Config):
+    """A teacher scores the policy's own completions; it may read more than the policy did."""
+
+    coefficient: float = Field(0.0, ge=0)
+    """Weight of the divergence between the next-token distributions of policy and teacher in the loss."""
+    divergence: Literal["forward", "reverse", "jsd"] = "reverse"
+    """forward: KL(teacher || policy). reverse: KL(policy || teacher). jsd: mean KL of both to their mixture."""
+    top_k: int | None = Field(100, ge=1)
+    """Compare the teacher's k likeliest tokens, and all others as one. null: the whole vocabulary (up to 8192)."""
+    teacher: Literal["frozen", "policy", "average"] = "frozen"
+    """frozen: teacher.path, or the starting policy. policy: the step's weights. average: training.ema_decay's."""
+    context: Literal["none", "demonstration", "solution", "feedback"] = "none"
+    """What only the teacher reads: a column's text, or the environment's word and a rewarded reply of the group."""
+    column: str | None = None
+    """Column with the demonstration or solution. null: the one called `demonstration` or `solution`."""
+    rewarded: float = 1.0
+    """Least task reward of a reply that context=feedback shows."""
+    template: str = TEACHER_TEMPLATE
+    """The teacher's last user message. Fields: prompt, demonstration, solution, feedback; no paragraph without its."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Longest prompt of the teacher; rows with a longer one have none. null: the longest sequence of the policy."""
+
+    def check_keys(self) -> None:
+        wanted = CONTEXT_FIELDS[self.context]
+        if wanted and not ("{prompt}" in self.template and any(f"{{{name}}}" in self.template for name in wanted)):
+            named = " and ".join(f"{{{name}}}" for name in ("prompt", wanted[0]))
+            raise ValueError(f"context={self.context}: template={self.template!r} lacks {named}: add them")
+
+    def reads_more(self) -> bool:
+        return self.context != "none"
+
+
 class AlgorithmConfig(Config):
     """The RL algorithm. A preset sets these keys; each key can still be set by itself."""
 
@@ -112,7 +157,7 @@ class AlgorithmConfig(Config):
     advantage: OwnFunction = Field(
         "group_norm",
         description="gae, reinforce, group_norm, gdpo, group_mean, maxrl, otb, leave_one_out, greedy_baseline, "
-        "batch_mean, moving_average, teacher, own.",
+        "batch_mean, moving_average, teacher, none, own.",
     )
     loss: OwnFunction = "ppo_clip"
     """Policy loss: ppo_clip, gspo, cispo, reinforce, sapo, gmpo, dppo, file.py:name or package.module:name."""
@@ -164,6 +209,7 @@ class AlgorithmConfig(Config):
     importance_sampling: ImportanceSamplingConfig = ImportanceSamplingConfig()
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     shaping: ShapingConfig = ShapingConfig()
+    distillation: DistillationConfig = DistillationConfig()
 
     @model_validator(mode="before")
     @classmethod
@@ -222,6 +268,10 @@ def row(advantage: str, loss: str, loss_aggregation: str, group_size: int, **bes
     return named | besides
 
 
+def by_itself(teacher: str, context: str, divergence: str) -> Tree:
+    return {"coefficient": 1.0, "teacher": teacher, "context": context, "divergence": divergence}
+
+
 PRESETS: dict[str, Tree] = {
     "ppo": row("gae", "ppo_clip", "token_mean", 1, whiten=True, kl=KL_IN_REWARD),
     "reinforce++": row("reinforce", "ppo_clip", "token_mean", 1, whiten=True, kl=KL_IN_REWARD),
@@ -243,4 +293,7 @@ PRESETS: dict[str, Tree] = {
     "dppo": row("group_norm", "dppo", "token_mean", 8, **DPPO),
     "vapo": row("gae", "ppo_clip", "token_mean", 16, **VAPO),
     "on_policy_distill": row("teacher", "ppo_clip", "token_mean", 1),
+    "sdft": row("none", "reinforce", "token_mean", 1, distillation=by_itself("average", "demonstration", "reverse")),
+    "sdpo": row("none", "reinforce", "token_mean", 8, distillation=by_itself("average", "feedback", "jsd")),
+    "opsd": row("none", "reinforce", "token_mean", 1, distillation=by_itself("frozen", "solution", "forward")),
 }

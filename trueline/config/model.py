@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
@@ -24,6 +25,12 @@ Dtype = Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(full_d
 Vision = Literal["none", "projector", "all"]  # what is trained besides the language model
 LARGEST_PASS = 16384  # tokens; larger passes are no faster
 WORTHWHILE = 0.1  # of a step's tokens: what sharing prefixes has to save
+
+
+def resolve_path(path: str) -> str:
+    """Resolve a folder, for other processes may work in another one and know no `~`; a hub name stays as it is."""
+    folder = Path(path).expanduser()
+    return str(folder.resolve()) if path and folder.is_dir() else path
 
 
 class LoraConfig(Config):
@@ -251,7 +258,20 @@ class FrozenConfig(RoleConfig, RanksConfig):
 
 class TeacherConfig(FrozenConfig):
     path: str = ""
-    """Teacher of on-policy distillation; its log-probs are the reward. It must have the policy's tokenizer."""
+    """Teacher of on-policy distillation, a model with the policy's tokenizer. Empty: algorithm.distillation.teacher."""
+    paths: dict[str, str] = {}
+    """Several teachers instead of `path`, by names; each row names its own in the column `column`."""
+    column: str = "teacher"
+    """Column with the name of a row's teacher, if `paths` is set."""
+
+    @field_validator("paths")
+    @classmethod
+    def resolve_paths(cls, paths: dict[str, str]) -> dict[str, str]:
+        return {name: resolve_path(path) for name, path in paths.items()}
+
+    def check_keys(self) -> None:
+        if self.path and self.paths:
+            raise ValueError(f"path={self.path} and paths={', '.join(self.paths)} exclude each other: keep one of them")
 
 
 class CriticConfig(RoleConfig, TrainingConfig):

@@ -236,6 +236,17 @@ class RLConfig(RunConfig):
         """Tell whether episodes get rewards, from a function, a model or the environment."""
         return bool(self.reward.named_parts()) or self.environment.plays()
 
+    def lesson_tokens(self, rollout: ResolvedRollout, context: int) -> int:
+        """Return the longest prompt of a teacher: as its key says, or the longest sequence, if all models read that."""
+        asked, passes = self.algorithm.distillation.max_prompt_tokens, (self.training, self.teacher)
+        rooms = [context, *(one.micro_batch_tokens for one in passes if one.micro_batch_tokens)]
+        return asked or max(min(rollout.longest(), min(rooms) - rollout.max_new_tokens), 1)
+
+    def longest_read(self, rollout: ResolvedRollout, context: int) -> int:
+        """Return the tokens of the longest sequence that the policy or a teacher may read."""
+        lesson = self.lesson_tokens(rollout, context) if self.algorithm.distillation.reads_more() else 0
+        return max(rollout.longest(), lesson + rollout.max_new_tokens)
+
     def roles(self) -> dict[str, Role]:
         """Return all models other than the policy, needed or not."""
         return {name: part for name, part in self if isinstance(part, Role)}

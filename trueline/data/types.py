@@ -68,6 +68,7 @@ class Dialogue:
 
 
 INTERRUPTED = "interrupted"  # the finish reason of a part that continues with other weights
+NO_TARGET = -1  # in place of a token that a teacher finds likely
 UNKNOWN_EXPERT = -1  # no engine has reported the experts of this token
 NO_EXPERTS = np.zeros((0, 0, 0), np.int8)
 
@@ -237,6 +238,7 @@ class Sample:
     baseline: float = 0.0  # task reward of the greedy completion, if there is one, else the role's moving average
     truncated: bool = False
     filtered: bool = False  # counts in the group's baseline, but not in the loss
+    taught: bool = True  # False: its teacher has nothing to say
     label: float = 0.0  # of the sequence: a pair's margin, or 1 if a completion is desirable
     role: str = ""  # in its episode, whose sequences of one role share reward and weight
     companion: "Sample | None" = field(default=None, repr=False)  # for KTO: the same prompt, another completion
@@ -247,6 +249,8 @@ class Sample:
     old_logprobs: Tensor = later()  # [T] by the trainer, before the update
     ref_logprobs: Tensor = later()  # [T] by the reference model
     teacher_logprobs: Tensor = later()  # [T] by the teacher
+    target_ids: Tensor = later()  # [T, K] the teacher's likeliest tokens
+    target_logprobs: Tensor = later()  # [T, K + 1] by the teacher: of these, and of all others together
     token_rewards: Tensor = later()  # [T] after shaping and KL; they sum to `reward` or its rest
     values: Tensor = later()  # [T] by the critic before the update, of the state before token t
     returns: Tensor = later()  # [T] targets of the critic
@@ -290,7 +294,8 @@ class Repeat(NamedTuple):
 
 PICTURES = "pictures"  # the field of a sequence's pictures, which are no array
 LOGPROBS = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
-TOKEN_FIELDS = ("tokens", "mask", "experts", *LOGPROBS, "advantages", "values", "returns", "step_labels")  # for losses
+TARGETS = ("target_ids", "target_logprobs")
+TOKEN_FIELDS = ("tokens", "mask", "experts", *LOGPROBS, *TARGETS, "advantages", "values", "returns", "step_labels")
 
 
 @dataclass(slots=True)
@@ -312,6 +317,8 @@ class Batch:
     rollout_logprobs: Tensor = later()  # [N]
     old_logprobs: Tensor = later()  # [N]
     ref_logprobs: Tensor = later()  # [N]
+    target_ids: Tensor = later()  # [N, K]
+    target_logprobs: Tensor = later()  # [N, K + 1]
     advantages: Tensor = later()  # [N]
     values: Tensor = later()  # [N]
     returns: Tensor = later()  # [N]
@@ -441,6 +448,8 @@ class ModelOutput:
     variance: Tensor = later()  # [N] of log p under it
     squares: Tensor = later()  # [N] sum of p^2 over it
     divergence: Tensor = later()  # [N] between teacher and student for token t
+    target_ids: Tensor = later()  # [N, K] the likeliest tokens, or those of the batch; NO_TARGET outside the mask
+    target_logprobs: Tensor = later()  # [N, K + 1] of these, and of all others together
     scores: Tensor = later()  # [N, K] of a scoring head, from the hidden state at token t
     values: Tensor = later()  # [N] of a critic, of the state before token t
     expert_counts: Tensor = later()  # [N, E] number of layers that send token t to each expert

@@ -11,20 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trueline.config.base import ConfigError
+from trueline.config.model import resolve_path
 from trueline.config.reward import RewardPartConfig
 from trueline.config.sampling import ServingConfig
 from trueline.models.loading import check_model, load_chat
 from trueline.plan.describe import model_line
 from trueline.plan.inputs import resolve_run_as_model
-from trueline.plan.resolve import (
-    RoleModel,
-    check_engines,
-    check_model_keys,
-    check_ranks,
-    rank_count,
-    resolve_dtype,
-    resolve_path,
-)
+from trueline.plan.resolve import RoleModel, check_engines, check_model_keys, check_ranks, rank_count, resolve_dtype
 from trueline.rewards.model import ModelReward, check_reward_model, reward_model_head
 from trueline.rewards.remote import THIS_MACHINE
 from trueline.rewards.server import RewardServer

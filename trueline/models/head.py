@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from trueline.algorithms.divergences import DIVERGENCES
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.config.supervised import DistillConfig
@@ -93,7 +94,7 @@ def read_slice(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, work: HeadWork
 ) -> tuple[Tensor, ...]:
     """Return normalizers and log-probs of targets; on request also entropy and variance of log p, and sums of p^2."""
-    logits = temper(hidden, weight, bias, targets, work)
+    logits = keep_likeliest(temper(hidden, weight, bias, work), targets, work)
     normalizers = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - normalizers
     scores = logits.sub_(normalizers[:, None]) if work.entropy or work.squares else logits
@@ -106,7 +107,7 @@ def slice_gradient(
 ) -> Tensor:
     """Return the gradient by logits, in the type of the hidden states."""
     targets, normalizers, to_logprob, by_entropy = known
-    scores = temper(hidden, weight, bias, targets, work).sub_(normalizers[:, None])
+    scores = keep_likeliest(temper(hidden, weight, bias, work), targets, work).sub_(normalizers[:, None])
     if by_entropy is None:
         flow = scores.exp_().mul_(-to_logprob[:, None])
     else:
@@ -128,10 +129,14 @@ def flow_with_entropy(scores: Tensor, to_logprob: Tensor, to_entropy: Tensor, en
     return -scores.exp() * factors
 
 
-def temper(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, work: HeadWork) -> Tensor:
-    """Return logits in float32, divided by the temperature; those of tokens that are not kept have probability 0."""
+def temper(hidden: Tensor, weight: Tensor, bias: Tensor | None, work: HeadWork) -> Tensor:
+    """Return logits in float32, divided by the temperature."""
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    logits = logits if work.temperature == 1 else logits.div_(work.temperature)
+    return logits if work.temperature == 1 else logits.div_(work.temperature)
+
+
+def keep_likeliest(logits: Tensor, targets: Tensor, work: HeadWork) -> Tensor:
+    """Give tokens that are not kept the probability 0."""
     return logits if work.kept is None else truncate_around(targets, logits, work.kept)
 
 
@@ -181,14 +186,27 @@ def slice_divergence(
     return DIVERGENCES[config.divergence](teacher_logits.log_softmax(-1), student_logits.log_softmax(-1))
 
 
-def kl(one: Tensor, other: Tensor) -> Tensor:
-    """Compute KL(one || other) of log-probs [n, V]."""
-    return (one.exp() * (one - other)).sum(-1)
+def chunked_likeliest(hidden: Tensor, head: nn.Linear, wanted: Tensor | int, work: HeadWork) -> tuple[Tensor, Tensor]:
+    """Return tokens [n, k] and their log-probs, in slices as divergences are: the k likeliest, or those given.
+
+    Behind the log-probs is that of all other tokens together, unless there are none.
+    """
+    compute = partial(checkpoint, slice_likeliest, use_reentrant=False)
+    parts = [
+        compute(hidden[rows], head.weight, head.bias, wanted if isinstance(wanted, int) else wanted[rows], work)
+        for rows in slices(len(hidden), work.chunk) or [slice(0, 0)]
+    ]
+    return torch.cat([ids for ids, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
 
-def jensen_shannon(teacher: Tensor, student: Tensor) -> Tensor:
-    mixture = torch.logaddexp(teacher, student) - torch.log(torch.tensor(2.0))
-    return 0.5 * (kl(teacher, mixture) + kl(student, mixture))
-
-
-DIVERGENCES = {"forward": kl, "reverse": lambda teacher, student: kl(student, teacher), "jsd": jensen_shannon}
+def slice_likeliest(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Tensor | int, work: HeadWork
+) -> tuple[Tensor, Tensor]:
+    scores = temper(hidden, weight, bias, work).log_softmax(-1)
+    size = scores.shape[-1]
+    ids = scores.topk(min(wanted, size)).indices if isinstance(wanted, int) else wanted.long().clamp(min=0)
+    logprobs = scores.gather(-1, ids)
+    if ids.shape[-1] < size:
+        others = scores.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+        logprobs = torch.cat([logprobs, others], -1)
+    return ids.int(), logprobs

@@ -14,15 +14,16 @@ from torch.utils.hooks import RemovableHandle
 from trueline.algorithms.losses import routing
 from trueline.config.base import ConfigError
 from trueline.data.pictures import Picture
-from trueline.data.types import Batch, Repeat, to_device
+from trueline.data.types import NO_TARGET, TARGETS, Batch, Repeat, to_device
 from trueline.models.attention import Arrangement, Current, PackedLayout, Padded, Ringed, Shared
-from trueline.models.head import ChunkedHead, HeadWork, Teacher, chunked_divergence
+from trueline.models.head import ChunkedHead, HeadWork, Teacher, chunked_divergence, chunked_likeliest
 from trueline.models.loading import scoring_head
 from trueline.models.ring_attention import RingGroup
 from trueline.models.routing import Replay
 from trueline.models.truncation import Truncation
 from trueline.models.vision import GRIDS, Vision, picture_tokens
 
+HEAD_OUTPUTS = ("logprobs", "entropy", "variance", "squares", *TARGETS)
 LENGTHS = (7, 5)  # of the sequences that the check compares
 LEAST = 1e-3  # a mean gap up to this is rounding in any model
 NOISE = 5.0  # times the effect of rounding the embeddings once: every layer rounds, and real faults do far more
@@ -39,6 +40,7 @@ class Scorer(nn.Module):
     plain = False
     compiled = False  # the head's slices
     top_k = 0  # experts per token, if a loss needs the routers' outputs
+    likeliest = 0  # tokens to return for each position, with their log-probs
     replay: Replay | None = None  # of the engine's experts
 
     def __init__(
@@ -72,6 +74,7 @@ class Scorer(nn.Module):
         experts: Tensor | None = None,
         repeats: list[Repeat] | None = None,
         pictures: list[tuple[Picture, ...]] | None = None,
+        target_ids: Tensor | None = None,
         squares: bool = False,
         kept: Truncation | None = None,
     ) -> Outputs:
@@ -106,17 +109,16 @@ class Scorer(nn.Module):
         rows, teacher = arrangement.rows(wanted), self.teacher[0]
         chosen = hidden.index_select(0, rows)
         if teacher is None:
-            targets = arrangement.local(tokens.roll(-1))[wanted]
-            names = ("logprobs", "entropy", "variance", "squares")
-            found = dict(zip(names, head(chosen, targets, work), strict=True))
+            targets = self.targets(arrangement, tokens, target_ids, wanted)
+            found = dict(zip(HEAD_OUTPUTS, head(chosen, targets, work), strict=False))
         else:
             with torch.no_grad():
                 taught = arrangement.hidden_rows(self.run(teacher.model, arrangement, tokens).last_hidden_state)[rows]
             found = {"divergence": head(chosen, (teacher, taught), work)}
         for name, values in found.items():
             if values is not None:  # moved from the predicting positions to the tokens that they belong to
-                local = values.new_zeros(len(predicts)).index_copy(0, wanted, values)
-                routed[name] = first_rows(arrangement.whole(local).roll(1), count)
+                local = blank(name, values, len(predicts)).index_copy(0, wanted, values)
+                routed[name] = first_rows(arrangement.whole(local).roll(1, 0), count)
         return routed
 
     def look(
@@ -130,6 +132,22 @@ class Scorer(nn.Module):
         if vision.family.two_way:
             arrangement.pictured = tokens == vision.token
         return given
+
+    def targets(self, arrangement: Arrangement, tokens: Tensor, target_ids: Tensor | None, wanted: Tensor) -> Any:
+        """Return the tokens that follow these positions and, if others are asked about too, which ones."""
+        following = arrangement.local(tokens.roll(-1))[wanted]
+        if target_ids is not None:
+            return following, arrangement.local(target_ids.roll(-1, 0))[wanted]
+        return (following, self.likeliest) if self.likeliest else following
+
+    @contextmanager
+    def telling(self, likeliest: int) -> Iterator[None]:
+        """Return so many of the likeliest tokens for each position, too."""
+        self.likeliest = likeliest
+        try:
+            yield
+        finally:
+            self.likeliest = 0
 
     @contextmanager
     def plainly(self) -> Iterator[None]:
@@ -172,14 +190,20 @@ class Scorer(nn.Module):
         return {name: arrangement.spread(values) for name, values in found.items()}
 
 
-def apply_head(
-    head: nn.Linear, hidden: Tensor, distillation_target: Tensor | tuple[Teacher, Tensor], work: HeadWork
-) -> Any:
+def apply_head(head: nn.Linear, hidden: Tensor, target: Tensor | tuple[Any, Any], work: HeadWork) -> Any:
     """Replace the head's own forward, so that logits never exist as a whole."""
-    if isinstance(distillation_target, Tensor):
-        return ChunkedHead.apply(hidden, head.weight, head.bias, distillation_target, work)  # type: ignore[no-untyped-call]
-    teacher, taught = distillation_target
+    if isinstance(target, Tensor):
+        return ChunkedHead.apply(hidden, head.weight, head.bias, target, work)  # type: ignore[no-untyped-call]
+    first, more = target
+    if isinstance(first, Tensor):
+        return *apply_head(head, hidden, first, work), *chunked_likeliest(hidden, head, more, work)
+    teacher, taught = target
     return chunked_divergence(hidden, head, (taught, teacher.model.get_output_embeddings()), teacher.config, work.chunk)
+
+
+def blank(name: str, values: Tensor, count: int) -> Tensor:
+    """Return what an output says of so many tokens that nothing predicts."""
+    return values.new_full((count, *values.shape[1:]), NO_TARGET if name == TARGETS[0] else 0)
 
 
 def predicting(mask: Tensor, lengths: list[int]) -> Tensor:

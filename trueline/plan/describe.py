@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 
-from trueline.algorithms.advantages import ADVANTAGES
+from trueline.algorithms.advantages import ADVANTAGES, has_teacher
 from trueline.algorithms.entries import lookup
 from trueline.algorithms.loss_aggregation import AGGREGATIONS
 from trueline.algorithms.policy_losses import POLICY_LOSSES
@@ -285,9 +285,22 @@ def recipe_lines(config: RLConfig) -> list[str]:
         f"loss       {algorithm.loss}: {loss.words.format(algorithm)}" + describe_terms(algorithm),
         f"averaging  {algorithm.loss_aggregation}: {AGGREGATIONS[algorithm.loss_aggregation].words}",
         f"KL         {describe_kl(algorithm)}",
+        *teacher_lines(config),
         f"importance {algorithm.importance_sampling.mode} (engine vs. trainer){describe_mask(algorithm)}; "
         f"old log-probs: {old_logprobs}; draws {draws}",
     ]
+
+
+def teacher_lines(config: RLConfig) -> list[str]:
+    """Describe who teaches, what only the teacher reads, and what is compared."""
+    asked, named = config.algorithm.distillation, [*config.teacher.paths.values(), config.teacher.path]
+    if not has_teacher(config.algorithm):
+        return []
+    frozen = ", ".join(filter(None, named)) or "the starting policy"
+    who = {"frozen": frozen, "policy": "the policy itself", "average": "the policy's moving average"}[asked.teacher]
+    compared = f"its {asked.top_k} likeliest tokens and the rest" if asked.top_k else "the whole vocabulary"
+    term = f"; {asked.divergence} divergence x {asked.coefficient:g} over {compared}" if asked.coefficient else ""
+    return [f"teacher    {who}{f', with {asked.context}' if asked.reads_more() else ''}{term}"]
 
 
 def describe_trace(algorithm: AlgorithmConfig, reads: tuple[str, ...]) -> str:

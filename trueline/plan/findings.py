@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from trueline.algorithms.advantages import ADVANTAGES, needs
+from trueline.algorithms.advantages import ADVANTAGES, has_teacher, needs
 from trueline.algorithms.entries import Entry
 from trueline.algorithms.policy_losses import POLICY_LOSSES
 from trueline.config.base import ConfigError, Tree
@@ -106,6 +106,10 @@ def read_by_model(keys: str, role: str) -> Rule:
     return keys, lambda run: role in needs(run.algorithm), why
 
 
+def teaches(run: RLConfig) -> bool:
+    return has_teacher(run.algorithm)
+
+
 def has_reward_model(run: RLConfig | SamplingConfig) -> bool:
     return any(kind_of(part) == "model" for part in run.reward.named_parts().values())
 
@@ -156,6 +160,7 @@ DIFFICULTY = "data.difficulty."
 DYNAMIC, TRANSCRIPTS = "algorithm.dynamic_sampling.", "monitoring.transcripts_per_step"
 SYNCHRONOUS = "rollout.max_staleness=0 samples nothing while it trains"
 KL, SHAPING, IMPORTANT = "algorithm.kl.", "algorithm.shaping.", "algorithm.importance_sampling."
+LESSON = "algorithm.distillation."
 NO_KL = "algorithm.kl.coefficient=0"
 RULES: dict[type[RunConfig], list[Rule]] = {
     RLConfig: [
@@ -177,7 +182,17 @@ RULES: dict[type[RunConfig], list[Rule]] = {
         ("algorithm.gae_lambda", lambda run: not run.algorithm.length_adaptive, "length_adaptive takes over"),
         ("reference.", lambda run: not run.model.lora.rank, "a policy with adapters is its own reference"),
         ("reference.", lambda run: run.algorithm.kl.coefficient > 0, f"{NO_KL}, so no reference is loaded"),
-        read_by_model("teacher.", "teacher"),
+        ("teacher. algorithm.distillation.", teaches, "algorithm.advantage={run.algorithm.advantage} has no teacher"),
+        ("teacher.", lambda run: run.algorithm.distillation.teacher == "frozen", "the policy is its own teacher"),
+        needs_key("teacher.column", "teacher.paths", "teacher.paths is empty"),
+        needs_key(f"{LESSON}divergence {LESSON}top_k", f"{LESSON}coefficient", f"{LESSON}coefficient=0"),
+        (
+            f"{LESSON}template {LESSON}column {LESSON}max_prompt_tokens",
+            lambda run: run.algorithm.distillation.reads_more(),
+            f"{LESSON}context=none",
+        ),
+        read_by(f"{LESSON}rewarded", f"{LESSON}context", "feedback"),
+        read_by(f"{LESSON}column", f"{LESSON}context", "demonstration", "solution"),
         ("reward_model.", has_reward_model, NO_REWARD_MODEL),
         (f"{KL}place {KL}estimator {KL}unbiased", lambda run: run.algorithm.kl.coefficient > 0, NO_KL),
         (f"{KL}estimator", lambda run: run.algorithm.kl.place == "loss", "algorithm.kl.place=reward"),

@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trueline.algorithms.advantages import needs, reads_reward
+from trueline.algorithms.advantages import has_teacher, needs, reads_reward
+from trueline.config.algorithm import WHOLE_VOCABULARY
 from trueline.config.base import Config, ConfigError, Tree, read_tree
 from trueline.config.data import PromptDataConfig
 from trueline.config.environment import EnvironmentConfig
 from trueline.config.model import ModelConfig
 from trueline.config.reward import RewardConfig
-from trueline.config.rl import EvaluationConfig, RLConfig
+from trueline.config.rl import EvaluationConfig, ResolvedRollout, RLConfig
 from trueline.config.run import CheckpointConfig, RunConfig
 from trueline.config.sampling import GenerateConfig, SamplingConfig
 from trueline.config.supervised import SupervisedConfig
@@ -110,6 +111,47 @@ class PlanInputs:
     tested: dict[str, Measured]
     chat: ChatFormat
     rewards: RewardCheck
+
+    def check_lessons(self, config: RLConfig, rollout: ResolvedRollout) -> int:
+        """Refuse what no teacher can read or answer; return the longest sequence that a model reads."""
+        prompts = [prompt for one in self.trained for prompt in sample_of(one.prompts)]
+        longest, section = config.longest_read(rollout, self.facts.context), config.teacher
+        for refusal in refused_lessons(config, self.facts, prompts, longest):
+            raise ConfigError(refusal)
+        for prompt in prompts if section.paths and prompts[0].columns else ():
+            if (name := str(prompt.columns.get(section.column))) not in section.paths:
+                known = ", ".join(section.paths)
+                raise ConfigError(f"{prompt.place()}: {section.column}={name} is none of teacher.paths ({known})")
+        return longest
+
+
+def refused_lessons(config: RLConfig, facts: ModelFacts, prompts: Sequence[Prompt], longest: int) -> list[str]:
+    """Return why a teacher cannot work as its keys say."""
+    algorithm, asked = config.algorithm, config.algorithm.distillation
+    if not has_teacher(algorithm):
+        return []
+    by, column = f"algorithm.distillation.context={asked.context}", asked.column or asked.context
+    in_rows = asked.context in ("demonstration", "solution")
+    size, largest, top_k = facts.vocabulary, WHOLE_VOCABULARY, "algorithm.distillation.top_k"
+    compared = asked.coefficient > 0
+    shown = next((prompt.place() for prompt in prompts if prompt.pictures and asked.reads_more()), "")
+    problems = {
+        f"{top_k}=null: {config.model.path} has {size} tokens, more than the {largest} that are compared as a whole: "
+        f"set {top_k}, e.g. 100": compared and asked.top_k is None and size > largest,
+        f"{top_k}={asked.top_k} is more than the {size} tokens there are: lower it": compared
+        and (asked.top_k or 0) > size,
+        "algorithm.distillation.teacher=average: set training.ema_decay, e.g. 0.99": asked.teacher == "average"
+        and not config.training.ema_decay,
+        f"{by}: no row has the column {column}: set algorithm.distillation.column": in_rows
+        and not any(column in prompt.columns or not prompt.columns for prompt in prompts),
+        f"{by} shows rewarded replies of a group: set a reward, and algorithm.group_size to 2 or more (got "
+        f"{algorithm.group_size})": asked.context == "feedback"
+        and not (config.has_reward() and algorithm.group_size > 1),
+        f"{shown} has pictures, which a teacher with {by} does not see: set context=none": bool(shown),
+        f"algorithm.distillation.max_prompt_tokens={asked.max_prompt_tokens}: with a completion, that is more than the "
+        f"model's context of {facts.context} tokens: lower it": asked.reads_more() and longest > facts.context,
+    }
+    return [problem for problem, holds in problems.items() if holds]
 
 
 def look_around(config: RLConfig) -> PlanInputs:

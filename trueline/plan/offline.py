@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from trueline.config.base import ConfigError, Tree, merge
-from trueline.config.model import RanksConfig
+from trueline.config.model import RanksConfig, resolve_path
 from trueline.config.supervised import DistillRunConfig, SupervisedConfig
 from trueline.data.batching import Budget
 from trueline.data.chat import ChatFormat
@@ -28,7 +28,6 @@ from trueline.plan.resolve import (
     rate_keys,
     reads_alike,
     resolve_dtype,
-    resolve_path,
 )
 from trueline.plan.tasks import TASKS, Material, check_longest, load_material, teacher_model
 from trueline.runtime.cluster import Machine, machine_at_hand

@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from trueline.algorithms.advantages import needs
+from trueline.algorithms.advantages import has_teacher, needs
 from trueline.config.base import Config, ConfigError, Tree
 from trueline.config.environment import EnvironmentConfig
-from trueline.config.model import FrozenConfig, ModelConfig, RanksConfig, Role, RoleConfig, TrainingConfig
+from trueline.config.model import FrozenConfig, ModelConfig, RanksConfig, Role, RoleConfig, TrainingConfig, resolve_path
 from trueline.config.reward import RewardConfig
 from trueline.config.rl import OWN_GPU, ResolvedRollout, RLConfig, RolloutConfig
 from trueline.config.run import EnginesConfig
@@ -112,12 +111,6 @@ def rank_count(ranks: RanksConfig, model: ModelConfig, machine: Machine) -> int:
     width = model.width()
     several = TRAIN_ENGINES[ranks.engine].several_ranks
     return ranks.ranks or (max(machine.gpus // width, 1) * width if several else 1)
-
-
-def resolve_path(path: str) -> str:
-    """Resolve a folder, for other processes may work in another one and know no `~`; a hub name stays as it is."""
-    folder = Path(path).expanduser()
-    return str(folder.resolve()) if path and folder.is_dir() else path
 
 
 def contexts(
@@ -384,9 +377,8 @@ def roles_of(config: RLConfig) -> list[RoleModel]:
     roles = list(reward_roles)
     if algorithm.needs_reference() and not policy.lora.rank:  # a policy with adapters is its own reference
         roles.append(role_model("reference", policy.path, config.reference, policy))
-    if "teacher" in needs(algorithm):
-        check_teacher(config)
-        roles.append(role_model("teacher", config.teacher.path, config.teacher, policy))
+    teachers = teachers_of(config).items()
+    roles += [role_model(f"teacher-{name}".rstrip("-"), path, config.teacher, policy) for name, path in teachers]
     if "critic" in needs(algorithm):
         start = critic_start(config, reward_roles)
         roles.append(role_model("critic", start, config.critic, policy, head="value"))
@@ -430,12 +422,19 @@ def critic_start(config: RLConfig, reward_roles: list[RoleModel]) -> str:
     return able[0] if able else policy.path
 
 
-def check_teacher(config: RLConfig) -> None:
-    path = config.teacher.path
-    if not path:
+def teachers_of(config: RLConfig) -> dict[str, str]:
+    """Return the models that teach, by the names that rows have for them; none where it is the policy."""
+    asked, policy = config.algorithm.distillation, config.model
+    if not has_teacher(config.algorithm) or asked.teacher != "frozen":
+        return {}
+    if asked.reads_more() and not (config.teacher.path or config.teacher.paths):
+        return {} if policy.lora.rank else {"": policy.path}  # a policy with adapters teaches without them
+    paths = config.teacher.paths or {"": config.teacher.path}
+    if not all(paths.values()):
         raise ConfigError("teacher.path is empty: name the model to learn from, e.g. teacher.path=path/to/folder")
-    if not reads_alike(path, config.model):
-        raise ConfigError(f"teacher.path={path}: its tokenizer is not that of model.path={config.model.path}")
+    if path := next((one for one in paths.values() if not reads_alike(one, policy)), ""):
+        raise ConfigError(f"teacher.path={path}: its tokenizer is not that of model.path={policy.path}")
+    return paths
 
 
 def reads_alike(path: str, policy: ModelConfig) -> bool:

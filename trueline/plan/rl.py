@@ -10,7 +10,7 @@ import numpy as np
 from trueline.algorithms.advantages import check_needs, needs, policy_learns, policy_waits
 from trueline.algorithms.shortcuts import check_truncation, stream_obstacle
 from trueline.config.base import ConfigError, Tree, merge
-from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig, check_training
+from trueline.config.model import ModelConfig, RanksConfig, TrainingConfig, check_training, resolve_path
 from trueline.config.rl import OWN_GPU, ResolvedRollout, RLConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.loader import fingerprint
@@ -49,7 +49,6 @@ from trueline.plan.resolve import (
     rate_findings,
     rate_keys,
     resolve_dtype,
-    resolve_path,
     resolve_rollout,
     roles_of,
     worker_count,
@@ -195,7 +194,8 @@ def decide_within(asked: RLConfig, around: PlanInputs, context: int, *, propose:
     config = config.with_keys(check_sight(config.environment, prompts, readers))
     if config.runtime != "local":
         check_devices(layout, machine)
-    check_lengths(config, roles, check_rollout(rollout, config.model, facts, machine))
+    check_rollout(rollout, config.model, facts, machine)
+    check_lengths(config, roles, around.check_lessons(config, rollout))
     check_model_keys(config.training, config.model, facts)
     check_transport(config, layout, machine)
     check_replay(config, facts, machine)
@@ -373,7 +373,7 @@ def settle_memory(draft: RLDraft, share: float | None, divide: Callable[[], str]
     lengths = "rollout.max_prompt_tokens or rollout.max_new_tokens"
     rooms = rooms_of(draft, share)
     check_engine(draft, rooms[0].engine, divide)
-    forecast = settle(rooms, draft.rollout.longest(), lengths, divide)
+    forecast = settle(rooms, draft.config.longest_read(draft.rollout, draft.facts.context), lengths, divide)
     choice = forecast.choice
     config = draft.config.with_keys(forecast.keys())
     again = {"gradient_checkpointing": choice.checkpointing}

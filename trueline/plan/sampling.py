@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from trueline.config.base import ConfigError, Tree
+from trueline.config.model import resolve_path
 from trueline.config.rl import ResolvedRollout
 from trueline.config.sampling import EvalConfig, GenerateConfig, SamplingConfig
 from trueline.data.chat import ChatFormat
@@ -32,7 +33,6 @@ from trueline.plan.resolve import (
     contexts,
     own_gpus,
     resolve_dtype,
-    resolve_path,
     resolve_rollout,
     reward_models,
     worker_count,

@@ -26,6 +26,7 @@ from trueline.plan.inputs import most_pictures
 from trueline.plan.resolve import suited_rate
 from trueline.plan.rl import RLPlan, plan_rl
 from trueline.plan.survey import survey
+from trueline.rl.lessons import Tutor
 from trueline.rl.models import DeviceSharing, Models
 from trueline.rl.streaming import Stream
 from trueline.rl.trainer import RLTrainer
@@ -82,8 +83,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         groups, pool = begin_models(plan, processes)
         for group in groups.values():
             group.report = progress.report
-        others = [groups.get(name) for name in ("reference", "teacher", "critic")]
-        models = Models(config.algorithm, config.rollout.temperature, groups["policy"], *others)
+        models = gather_models(config, groups)
         wait = partial(wait_for_models, groups, pool, loop, progress)
         sampling = stack.enter_context(open_sampling(plan, pool, processes, groups, loop, progress.note, wait))
         sync = make_sync(plan, models.policy, pool, loop)
@@ -104,13 +104,14 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         critic_guard = UpdateMonitor(models.critic, config.critic, progress.report, "critic") if models.critic else None
         if critic_guard is not None:
             critic_guard.skipped = state.critic_skipped_steps
-        timer = Timer()
+        timer, rollouts = Timer(), make_rollouts(plan, sampling, state, folder)
+        tutor = Tutor(config, config.lesson_tokens(plan.rollout, plan.facts.context), rollouts, sampling.workers)
         stack.enter_context(survey_all(plan, folder.logs))
         yield RLTrainer(
             config=config,
             rollout=plan.rollout,
             models=models,
-            rollouts=make_rollouts(plan, sampling, state, folder),
+            rollouts=rollouts,
             sync=sync,
             sharing=DeviceSharing(pool, loop, plan.takes_turns(), list(groups.values()), progress.note),
             evaluator=make_evaluator(plan, sampling),
@@ -124,8 +125,15 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             watch=MemoryWatch(plan.forecast, timer),
             care=care_of(config, folder, checkpoints, progress),
             workers=sampling.workers,
+            tutor=tutor,
             stream=make_stream(plan, models.policy) if config.training.stream else None,
         )
+
+
+def gather_models(config: RLConfig, groups: dict[str, ModelGroup]) -> Models:
+    teachers = {name.partition("-")[2]: one for name, one in groups.items() if name.startswith("teacher")}
+    others = groups.get("reference"), teachers, groups.get("critic")
+    return Models(config.algorithm, config.rollout.temperature, groups["policy"], *others)
 
 
 def warn_without_mps(plan: RLPlan, processes: Processes, progress: Progress) -> None:

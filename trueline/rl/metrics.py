@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 
-from trueline.algorithms.advantages import needs
+from trueline.algorithms.advantages import has_teacher, needs
 from trueline.algorithms.importance_sampling import mismatch_metrics
 from trueline.algorithms.losses import explained_variance
 from trueline.config.rl import RLConfig
@@ -155,7 +155,9 @@ def describe_models(samples: list[Sample], config: RLConfig) -> Metrics:
         metrics |= mismatch_metrics(samples)
     if "critic" in needs(algorithm):
         metrics["critic/explained_variance"] = explained_variance(samples)
-    if "teacher" in needs(algorithm):
-        gaps = [((one.old_logprobs - one.teacher_logprobs) * one.mask).sum().item() for one in samples]
-        metrics["distill/kl_per_token"] = sum(gaps) / sum(one.sampled_tokens() for one in samples)
+    if has_teacher(algorithm):
+        taught = [one for one in samples if one.taught]
+        gaps = [((one.old_logprobs - one.teacher_logprobs) * one.mask).sum().item() for one in taught]
+        metrics["distill/kl_per_token"] = sum(gaps) / max(sum(one.sampled_tokens() for one in taught), 1)
+        metrics["distill/taught_share"] = len(taught) / len(samples)
     return metrics

@@ -3,22 +3,28 @@
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate
+from typing import Any, Concatenate, Literal
 
-from trueline.algorithms.advantages import needs
-from trueline.config.algorithm import AlgorithmConfig
+from trueline.algorithms.advantages import has_teacher, needs
+from trueline.config.algorithm import WHOLE_VOCABULARY, AlgorithmConfig
+from trueline.data.types import TARGETS
+from trueline.rl.lessons import Lessons
 from trueline.rollout.engine import RolloutEngine
 from trueline.rollout.pool import EnginePool
 from trueline.runtime.actors import Given
 from trueline.runtime.event_loop import EventLoop
 from trueline.training.checkpoints import PollSave
 from trueline.training.group import ModelGroup, write_models
+from trueline.training.report import Asked
 from trueline.training.samples import SampleBlock, StoredSamples
 from trueline.training.worker import Worker
 
 CRITIC = "critic"  # folder inside a checkpoint
+Held = Literal["live", "average", "reference"]
+WEIGHTS: dict[str, Held] = {"policy": "live", "average": "average", "frozen": "reference"}  # of a policy that teaches
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +33,15 @@ class Models:
     temperature: float
     policy: ModelGroup
     reference: ModelGroup | None  # None also where a policy with adapters is its own reference
-    teacher: ModelGroup | None
+    teachers: dict[str, ModelGroup]  # by the names that rows have for them; empty where it is the policy
     critic: ModelGroup | None
 
-    def score(self, samples: StoredSamples, *, logprobs_from_update: bool = False) -> None:
+    def score(
+        self, samples: StoredSamples, lessons: Lessons | None = None, *, logprobs_from_update: bool = False
+    ) -> None:
         """Set the log-probs and values of samples before the update; models in processes of their own work at once.
 
-        With `logprobs_from_update`, the update itself gives the old log-probs.
+        With `logprobs_from_update`, the update itself gives the old log-probs. Teachers read `lessons`, if any.
         """
         wanted: list[Callable[[], list[SampleBlock]]] = []
         heat, wants = self.temperature, {"entropy": self.algorithm.needs_entropy()}
@@ -43,9 +51,9 @@ class Models:
         if self.algorithm.needs_reference():
             model, reference = self.reference or self.policy, self.reference is None
             wanted.append(lambda: model.score_stored(samples, "ref_logprobs", temperature=heat, reference=reference))
-        if self.teacher is not None:
-            teacher = self.teacher
-            wanted.append(lambda: teacher.score_stored(samples, "teacher_logprobs", temperature=heat))
+        if has_teacher(self.algorithm):
+            teachers, read = self.teachers or {"": self.policy}, lessons or Lessons(samples)
+            wanted += [partial(self._teach, teacher, read.of(name)) for name, teacher in teachers.items()]
         if self.critic is not None:
             critic = self.critic
             wanted.append(lambda: critic.score_stored(samples, "values"))
@@ -54,6 +62,16 @@ class Models:
             running = [threads.submit(call) for call in wanted]
         for block in (block for scored in running for block in scored.result()):
             samples.add(block)
+
+    def _teach(self, teacher: ModelGroup, read: StoredSamples) -> list[SampleBlock]:
+        """Let a teacher score what it reads; the fields are those of the samples, which end with the same tokens."""
+        asked = self.algorithm.distillation
+        top_k = (asked.top_k or WHOLE_VOCABULARY) if asked.coefficient else 0
+        names = ("teacher_logprobs", *TARGETS) if top_k else ("teacher_logprobs",)
+        weights: Held = "live" if self.teachers else WEIGHTS[asked.teacher]
+        question = Asked(names, top_k, self.temperature, weights)
+        found = teacher.score_targets(read, question) if len(read) else []
+        return [replace(one, lengths=tuple(read.fields.lengths[at] for at in one.samples)) for one in found]
 
     def trained_models(self) -> dict[str, ModelGroup]:
         """Return the models that a checkpoint holds, by their folders inside it."""

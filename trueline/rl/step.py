@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trueline.algorithms.advantages import assign_advantages
+from trueline.algorithms.advantages import assign_advantages, reads_reward
 from trueline.algorithms.entries import is_own
 from trueline.algorithms.importance_sampling import mismatch_metrics
 from trueline.algorithms.reward_shaping import sequence_kl, shape_rewards
@@ -19,6 +19,7 @@ from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.chat import ChatFormat
 from trueline.data.pieces import Pieces
 from trueline.data.types import PICTURES, Sample, is_filled
+from trueline.rl.lessons import Lessons
 from trueline.rl.metrics import Metrics, describe_models, excerpt
 from trueline.rl.transcripts import name_pictures, token_rows
 from trueline.rollout.evaluation import PART
@@ -77,7 +78,7 @@ def open_samples(stored: StoredSamples, places: Sequence[int] | None = None, *, 
 
         sample = Sample(field("tokens"), field("mask"), row.group, row.episode, row.version, row.task_reward)
         sample.reward, sample.baseline, sample.truncated = row.reward, row.baseline, row.truncated
-        sample.filtered, sample.role = row.filtered, row.role
+        sample.filtered, sample.taught, sample.role = row.filtered, row.taught, row.role
         for name in names:
             setattr(sample, name, field(name))
         if "old_logprobs" in stored.fields.same:
@@ -102,6 +103,9 @@ def assess(
     for sample, row in zip(samples, stored.rows, strict=True):
         sample.parts = [(part.weight, row.parts.get(name, 0.0)) for name, part in rewards.items()]
     shape_rewards(samples, algorithm, rollout.max_new_tokens, kl_coefficient)
+    if not reads_reward(algorithm):  # nothing but a teacher
+        for sample in samples:
+            sample.filtered |= not sample.taught
     assign_advantages(samples, algorithm)
     names = [name for name in FILLED if is_filled(samples[0], name)]
     arrays = {name: torch.cat([getattr(one, name) for one in samples]).float().numpy() for name in names}
@@ -125,16 +129,20 @@ def write_transcripts(
     stored: StoredSamples,
     episodes: Sequence[tuple[int, Stored[list[Transcript]], int]],
     with_tokens: bool,
+    lessons: Lessons | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     """Return the transcripts of episodes: each by its number, where its group's texts lie, and its place there.
 
-    The second result has the files of the pictures that they name.
+    The second result has the files of the pictures that they name. The first that a teacher has read shows its prompt.
     """
-    pieces, rows, files = Pieces(chat.tokenizer) if with_tokens else None, [], dict[str, bytes]()
+    pieces, files = Pieces(chat.tokenizer) if with_tokens else None, dict[str, bytes]()
+    rows: list[dict[str, Any]] = []
     for number, texts, at in episodes:
         own = [place for place, one in enumerate(stored.rows) if one.episode == number]
         shown = max((stored.fields.pictures(stored.numbers[place]) for place in own), key=len, default=())
         row = name_pictures(dict(texts.fetch()[at]), shown, files)
+        if lessons is not None and not any("teacher_prompt" in earlier for earlier in rows):
+            row |= lessons.prompt(chat, own)
         if pieces is not None:
             row["tokens"] = token_rows(open_samples(stored, own), pieces)
         rows.append(row)

@@ -19,6 +19,7 @@ from trueline.models.truncation import Truncation
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
+from trueline.rl.lessons import Tutor
 from trueline.rl.metrics import AIMS, describe_pools, describe_step, over_updates
 from trueline.rl.models import DeviceSharing, Models
 from trueline.rl.step import (
@@ -69,6 +70,7 @@ class RLTrainer:
     watch: MemoryWatch
     care: HealthAction
     workers: RolloutWorkers
+    tutor: Tutor  # writes what else is read
     stream: Stream | None = None  # trains groups while others are sampled
     example: tuple[list[int], list[bool]] | None = None  # of a completion, in runs whose completions may be stale
 
@@ -163,7 +165,7 @@ class RLTrainer:
         rest = groups if stream is None else stream.rest(groups)
         samples = stored_samples(rest, self.state.averages)
         if rest:
-            self.score(samples)
+            self.score(samples, rest)
             self.assign_advantages(samples)
         if stream is None or not stream.parts:
             return samples, self.update_models(samples, freely_drawn=freely_drawn(groups))
@@ -197,9 +199,10 @@ class RLTrainer:
             self.progress.report(stream.compare(streamed, model.gradient, self.config.model.dtype))
         return samples, metrics
 
-    def score(self, samples: StoredSamples) -> None:
+    def score(self, samples: StoredSamples, groups: list[SampledGroup]) -> None:
         with self.timer.phase("score"):
-            self.models.score(samples, logprobs_from_update=self.logprobs_from_update())
+            lessons = self.tutor.write(samples, groups)
+            self.models.score(samples, lessons, logprobs_from_update=self.logprobs_from_update())
 
     def assign_advantages(self, samples: StoredSamples) -> None:
         """Let a rollout worker shape the rewards and assign the advantages that the losses read."""
@@ -305,8 +308,7 @@ class RLTrainer:
 
     def acts_on_tokens(self) -> bool:
         """Tell whether the run follows a metric of a step's tokens: it needs that before the step is counted."""
-        algorithm = self.config.algorithm
-        return algorithm.kl.target is not None or algorithm.critic_warmup_variance is not None
+        return self.config.algorithm.kl.target is not None or self.config.algorithm.critic_warmup_variance is not None
 
     def count_step(
         self, groups: list[SampledGroup], samples: StoredSamples, learns: bool, known: dict[str, float]
@@ -426,7 +428,7 @@ class RLTrainer:
             return
         places = [(group.parcels.transcripts, at) for group in groups for at in range(len(group))]
         shown = chosen_episodes([one for group in groups for one in group], count, [config.seed, step])
-        given = (samples, [(number, *places[number]) for number in shown], config.monitoring.tokens)
+        given = (samples, [(one, *places[one]) for one in shown], config.monitoring.tokens, self.tutor.lessons)
         rows, files = self.rollouts.loop.run(self.workers.run(write_transcripts, *given), "writing transcripts")
         self.tracker.show(step, rows, files)
 

@@ -33,7 +33,7 @@ from trueline.runtime.actors import (
     wait_all,
 )
 from trueline.training.checkpoints import PollSave, SaveResult
-from trueline.training.report import AGREED, REPORTED, LossSettings, Metrics, Report
+from trueline.training.report import AGREED, REPORTED, Asked, LossSettings, Metrics, Report
 from trueline.training.samples import Arrays, SampleBlock, Samples, StoredSamples, families_of, has_pictures, lengths_of
 from trueline.training.worker import Worker
 
@@ -96,6 +96,12 @@ class ModelGroup:
         plan = self.plan(samples)
         found = self._keep(Worker.score_kept, samples, plan, names, temperature, reference)
         return self._blocks(samples, plan, names, [arrays for _, arrays in found])
+
+    def score_targets(self, samples: StoredSamples, asked: Asked) -> list[SampleBlock]:
+        """Return what this model says of tokens and, with a top_k, the likeliest tokens in their places, as fields."""
+        plan = self.plan(samples)
+        found = self._keep(Worker.score_targets, samples, plan, asked)
+        return self._blocks(samples, plan, asked.names, [arrays for _, arrays in found])
 
     def prepare_settings(self, samples: Samples, loss: str, settings: LossSettings) -> LossSettings:
         """Return the settings with the loss's own statistics of the whole minibatch."""

@@ -4,14 +4,14 @@ import math
 import resource
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trueline.data.batching import FILLER, MicroBatch
-from trueline.data.types import Batch, LossOutput, ModelOutput, is_filled
+from trueline.data.types import TARGETS, Batch, LossOutput, ModelOutput, is_filled
 from trueline.models.truncation import Truncation
 
 Metrics = dict[str, float]
@@ -36,6 +36,29 @@ class LossSettings:
     def kept_fields(self) -> tuple[str, ...]:
         """Return the fields of samples that an update computes."""
         return ("old_logprobs",) * self.logprobs_from_update + ("entropy",) * self.entropies
+
+
+class Asked(NamedTuple):
+    """What a teacher is asked."""
+
+    names: tuple[str, ...]  # of the fields: log-probs of tokens, and TARGETS
+    top_k: int  # likeliest tokens; 0: none
+    temperature: float
+    weights: Literal["live", "average", "reference"]  # of the model; reference: without adapters
+
+
+class FieldRows:
+    """Outputs of several passes as fields of samples, on the host."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.rows: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def add(self, output: ModelOutput, batch: Batch, micro_batch: MicroBatch) -> None:
+        for name, rows in zip(("logprobs", *TARGETS), self.rows.values(), strict=False):
+            rows += rows_of(getattr(output, name).cpu(), batch, micro_batch)
+
+    def join(self) -> dict[str, np.ndarray]:
+        return {name: torch.cat(rows).numpy() if rows else np.zeros(0) for name, rows in self.rows.items()}
 
 
 class LossAccumulator:

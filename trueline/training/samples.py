@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from trueline.algorithms.advantages import needs
+from trueline.algorithms.advantages import has_teacher, needs
+from trueline.config.algorithm import WHOLE_VOCABULARY
 from trueline.config.model import reads_experts
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.batching import find_families
 from trueline.data.pictures import Picture
-from trueline.data.types import PICTURES, TOKEN_FIELDS, Kin, Sample, Whose
+from trueline.data.types import NO_TARGET, PICTURES, TOKEN_FIELDS, Kin, Sample, Whose
 from trueline.models.loading import ModelFacts
 from trueline.runtime.actors import Stored
 
@@ -36,6 +37,7 @@ class SampleNumbers:
     truncated: bool
     reward: float = 0.0  # after shaping and KL
     filtered: bool = False  # not in the loss
+    taught: bool = True
     label: float = 0.0
     weight: float = 0.0
     kin: Kin = Kin()  # its family is a number within the group
@@ -60,6 +62,7 @@ class SampleBlock:
     names: tuple[str, ...]
     samples: tuple[int, ...]  # their numbers in the step
     arrays: Stored[Any]  # Arrays, or the pictures of each
+    lengths: tuple[int, ...] = ()  # of sequences that end like these samples, if the arrays are of such
 
 
 @dataclass(slots=True)
@@ -90,14 +93,16 @@ class Fields:
         return self.part(PICTURES, number) if shown else ()
 
     def _open(self, block: SampleBlock) -> None:
-        ends = np.cumsum([self.lengths[number] for number in block.samples])
+        lengths = block.lengths or [self.lengths[number] for number in block.samples]
         for name, array in block.arrays.fetch().items():
             views = self.found.setdefault(name, {})
             if name == PICTURES:
                 views |= zip(block.samples, array, strict=True)
                 continue
-            for number, end in zip(block.samples, ends, strict=True):
-                views[number] = array[end - self.lengths[number] : end]
+            parts = np.split(array, np.cumsum(lengths)[:-1])
+            views |= {
+                number: last_rows(part, self.lengths[number]) for number, part in zip(block.samples, parts, strict=True)
+            }
 
     def add(self, block: SampleBlock) -> None:
         self.blocks.append(block)
@@ -109,6 +114,14 @@ class Fields:
         """Return where these fields of these samples lie: every reference costs time to send."""
         kept = [one for one in self.blocks if not (set(names).isdisjoint(one.names) or numbers.isdisjoint(one.samples))]
         return Fields(self.lengths, kept, self.same)
+
+
+def last_rows(array: np.ndarray, count: int) -> np.ndarray:
+    """Return so many rows from the end, behind NO_TARGET where there are fewer."""
+    missing = max(count - len(array), 0)
+    if not missing:
+        return array[len(array) - count :]
+    return np.concatenate([np.full((missing, *array.shape[1:]), NO_TARGET, array.dtype), array])
 
 
 @dataclass(slots=True)
@@ -207,7 +220,11 @@ def trained_token_bytes(config: RLConfig) -> int:
         "advantages": 1,
         "old_logprobs": int(algorithm.old_logprobs == "recompute"),
         "ref_logprobs": int(algorithm.needs_reference()),
-        "teacher_logprobs": int("teacher" in wanted),
+        "teacher_logprobs": int(has_teacher(algorithm)),
+        "targets": 2 * (algorithm.distillation.top_k or WHOLE_VOCABULARY) + 1
+        if algorithm.distillation.coefficient
+        else 0,
+        "the teacher's tokens": int(algorithm.distillation.reads_more()),
         "values and returns": 2 * ("critic" in wanted),
         "entropy": int(config.monitoring.tokens or algorithm.needs_entropy()),
         "squares": int("squares" in wanted),

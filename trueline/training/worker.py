@@ -44,7 +44,7 @@ from trueline.training.engines.engine import AVERAGE, TrainEngine
 from trueline.training.engines.optimizer import MOMENTS, stepped_by
 from trueline.training.engines.table import TRAIN_ENGINES
 from trueline.training.outgoing import Outgoing
-from trueline.training.report import LossSettings, Report
+from trueline.training.report import Asked, LossSettings, Report
 from trueline.training.samples import Arrays
 
 Names = tuple[str, ...]
@@ -194,6 +194,18 @@ class Worker:
         """Score, and return the result as a field of the samples; others may stand beside log-probs."""
         found = self.score(packed, passes, temperature, reference, names[1:])
         return None, dict(zip(names, found.reshape(-1, len(names)).T.copy(), strict=True))
+
+    def score_targets(self, packed: SampleReader, passes: list[MicroBatch], asked: Asked) -> tuple[None, Arrays]:
+        """Score, and return the log-probs of tokens and of the likeliest ones as fields."""
+        held: dict[str, Callable[[], Any]] = {"live": nullcontext, "average": self.engine.with_average}
+        held["reference"] = partial(adapters_off, self.model)
+        rows = reports.FieldRows(asked.names)
+        with self.eval_mode(), self.scorer.telling(asked.top_k), held[asked.weights]():
+            for micro_batch in passes:
+                batch = collate(packed, micro_batch, self.device, experts=False)
+                rows.add(self.engine.forward(batch, asked.temperature, entropy=False), batch, micro_batch)
+                WORK.move()
+        return None, rows.join()
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:

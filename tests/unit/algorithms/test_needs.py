@@ -10,6 +10,7 @@ from trueline.config.algorithm import PRESETS, AlgorithmConfig
 from trueline.config.base import ConfigError
 from trueline.config.rl import RLConfig
 
+TAUGHT = ("on_policy_distill", "sdft", "sdpo", "opsd")
 OWN = """
 from trueline.algorithms.entries import entry
 
@@ -45,9 +46,9 @@ def test_what_a_preset_needs(preset: str) -> None:
     config = AlgorithmConfig(preset=preset)
     check_needs(config)
     assert ("critic" in needs(config)) == (preset in ("ppo", "vapo"))
-    assert ("teacher" in needs(config)) == (not reads_reward(config)) == (preset == "on_policy_distill")
+    assert ("teacher" in needs(config)) == (not reads_reward(config)) == (preset in TAUGHT)
     assert ("greedy" in needs(config)) == (preset == "remax")
-    assert ("groups" in needs(config)) == (config.group_size > 1 and preset != "vapo")
+    assert ("groups" in needs(config)) == (config.group_size > 1 and preset not in ("vapo", "sdpo"))
 
 
 @pytest.mark.parametrize(("preset", "steps"), [("vapo", 10), ("ppo", 3), ("grpo", 0)])

@@ -33,6 +33,9 @@ PAPERS = {  # advantage, whitened, loss, weights, KL (place or estimator, coeffi
     "dppo": ("group_norm", False, "dppo", "token_mean", None, (0.15, 0.15), 8),
     "vapo": ("gae", False, "ppo_clip", "token_mean", None, (0.2, 0.28), 16),
     "on_policy_distill": ("teacher", False, "ppo_clip", "token_mean", None, (0.2, 0.2), 1),
+    "sdft": ("none", False, "reinforce", "token_mean", None, (0.2, 0.2), 1),
+    "sdpo": ("none", False, "reinforce", "token_mean", None, (0.2, 0.2), 8),
+    "opsd": ("none", False, "reinforce", "token_mean", None, (0.2, 0.2), 1),
 }
 
 

@@ -297,6 +297,12 @@ class DeepSpeedEngine(TrainEngine):
         else:
             setters[1](parameter, value, moment)
 
+    def use_masters(self) -> None:
+        for parameter in [] if self.plain else self.trained.values():
+            master = deepspeed.utils.safe_get_full_fp32_param(parameter)
+            with GatheredParameters([parameter], modifier_rank=0, enabled=self.stage == 3):
+                parameter.data.copy_(master)
+
     def set_master(self, name: str, value: Tensor) -> None:
         part = self.cuts.part(name, value).to(self.device)
         if self.plain:

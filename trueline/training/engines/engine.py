@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -35,7 +36,8 @@ class TrainEngine(Protocol):
     ) -> ModelOutput:
         experts = batch.experts if is_filled(batch, "experts") else None
         given = batch.tokens, batch.mask_on_host(), batch.lengths, temperature, entropy, experts, batch.repeats
-        fields = self.module(*given, batch.pictures, squares, kept)
+        targets = batch.target_ids if is_filled(batch, "target_ids") else None
+        fields = self.module(*given, batch.pictures, targets, squares, kept)
         output = ModelOutput()
         for name, tensor in fields.items():
             setattr(output, name, tensor)
@@ -109,6 +111,20 @@ class TrainEngine(Protocol):
                     self.set_master(name, tensor)
 
     def set_master(self, name: str, value: Tensor) -> None: ...
+
+    @contextmanager
+    def with_average(self) -> Iterator[None]:
+        """Compute with the moving average of the weights while inside."""
+        assert self.average is not None
+        try:
+            with self.average.in_place():
+                self.use_masters()
+                yield
+        finally:
+            self.use_masters()
+
+    def use_masters(self) -> None:
+        """Copy what the optimizer steps to the weights that compute, where these are others."""
 
     def start_loading(self, steps: int) -> None:
         """Set the count of steps, and allocate moments before `load_state` fills them."""
