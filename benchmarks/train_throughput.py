@@ -23,8 +23,8 @@ from random_model import SHAPES, make_model, make_parser, write_result
 
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.model import ModelConfig, TrainingConfig
-from trueline.data.batching import Budget, collate, plan_micro_batches
-from trueline.data.types import Sample, pack_samples
+from trueline.data.batching import Budget, collate, pack_samples, plan_micro_batches
+from trueline.data.types import Sample
 from trueline.models.head import HEAD_CHUNK
 from trueline.models.loading import DTYPES, load_model
 from trueline.models.scorer import Scorer

@@ -35,8 +35,8 @@ from random_model import SHAPES, make_model, make_parser, write_result
 from train_throughput import DEVICE, DTYPE, make_samples, make_scorer, synchronized_time
 
 from trueline.config.model import ModelConfig, TrainingConfig
-from trueline.data.batching import Budget, collate, plan_micro_batches
-from trueline.data.types import Sample, pack_samples
+from trueline.data.batching import Budget, collate, pack_samples, plan_micro_batches
+from trueline.data.types import Sample
 from trueline.models.compiling import CompiledLayers
 from trueline.training.engines.optimizer import make_optimizer
 from trueline.training.report import LossSettings, memory_metrics

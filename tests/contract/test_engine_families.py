@@ -14,8 +14,7 @@ from tests.support.tiny import make_samples
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig, TrainingConfig
-from trueline.data.batching import Budget, plan_micro_batches
-from trueline.data.types import pack_samples
+from trueline.data.batching import Budget, pack_samples, plan_micro_batches
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 

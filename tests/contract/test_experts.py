@@ -20,8 +20,7 @@ from tests.support.tiny import make_samples, make_tiny_mixture
 from tests.support.whole import whole_state
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.model import FrozenConfig, ModelConfig, RanksConfig, TrainingConfig
-from trueline.data.batching import Budget, plan_micro_batches
-from trueline.data.types import pack_samples
+from trueline.data.batching import Budget, pack_samples, plan_micro_batches
 from trueline.models.loading import shape_of
 from trueline.training.engines.deepspeed_config import MIXTURES
 from trueline.training.report import LossSettings

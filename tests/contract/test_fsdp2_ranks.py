@@ -16,7 +16,7 @@ from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.model import ModelConfig, TrainingConfig
-from trueline.data.types import pack_samples
+from trueline.data.batching import pack_samples
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 

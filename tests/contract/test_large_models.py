@@ -19,8 +19,7 @@ from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.model import LoraConfig, ModelConfig, RanksConfig, TrainingConfig
-from trueline.data.batching import Budget, plan_micro_batches
-from trueline.data.types import pack_samples
+from trueline.data.batching import Budget, pack_samples, plan_micro_batches
 from trueline.demo.material import make_tokenizer
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec

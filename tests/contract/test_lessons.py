@@ -11,8 +11,8 @@ from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.model import ModelConfig, TrainingConfig
-from trueline.data.batching import Budget, plan_micro_batches
-from trueline.data.types import NO_TARGET, TARGETS, pack_samples
+from trueline.data.batching import Budget, pack_samples, plan_micro_batches
+from trueline.data.types import NO_TARGET, TARGETS
 from trueline.training.report import Asked, LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 

@@ -14,8 +14,7 @@ from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.model import LoraConfig, ModelConfig, TrainingConfig
-from trueline.data.batching import Budget, plan_micro_batches
-from trueline.data.types import pack_samples
+from trueline.data.batching import Budget, pack_samples, plan_micro_batches
 from trueline.runtime.transport import plan_buckets
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec

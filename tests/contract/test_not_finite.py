@@ -13,7 +13,7 @@ from tests.support.whole import whole_state
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
-from trueline.data.types import pack_samples
+from trueline.data.batching import pack_samples
 from trueline.training.report import LossSettings, Report
 from trueline.training.worker import Worker, WorkerSpec
 

@@ -18,8 +18,8 @@ from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.algorithm import AlgorithmConfig
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.supervised import KTOConfig, PreferenceConfig
-from trueline.data.batching import Budget, find_families, plan_micro_batches
-from trueline.data.types import Sample, pack_samples
+from trueline.data.batching import Budget, find_families, pack_samples, plan_micro_batches
+from trueline.data.types import Sample
 from trueline.training.group import TOTALS
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec

@@ -11,9 +11,9 @@ import torch
 from tests.support.pictures import make_picture, make_tiny_gemma, make_tiny_llava, make_tiny_qwen, png
 from tests.support.ranks import started
 from trueline.config.model import ModelConfig, TrainingConfig
-from trueline.data.batching import Budget, plan_micro_batches
+from trueline.data.batching import Budget, pack_samples, plan_micro_batches
 from trueline.data.pictures import Picture
-from trueline.data.types import Sample, pack_samples
+from trueline.data.types import Sample
 from trueline.models.loading import load_chat
 from trueline.rollout.engine import EngineSpec, SamplingParams
 from trueline.rollout.hf_engine import HFEngine

@@ -21,11 +21,11 @@ from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.data import DataConfig
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.supervised import RewardModelConfig
-from trueline.data.batching import Budget, plan_micro_batches
+from trueline.data.batching import Budget, pack_samples, plan_micro_batches
 from trueline.data.encoding import encode_steps
 from trueline.data.formats import read_steps
 from trueline.data.rows import Located
-from trueline.data.types import Sample, pack_samples
+from trueline.data.types import Sample
 from trueline.models.loading import check_model, load_chat, load_model
 from trueline.models.vision import load_processor
 from trueline.models.weight_names import described_model

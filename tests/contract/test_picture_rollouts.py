@@ -14,10 +14,10 @@ from tests.support.model_table import WITH_PICTURES, check_cell
 from tests.support.pictures import make_picture, make_tiny_idefics, png
 from tests.support.ranks import started
 from trueline.config.model import ModelConfig, TrainingConfig
-from trueline.data.batching import Budget, plan_micro_batches
+from trueline.data.batching import Budget, pack_samples, plan_micro_batches
 from trueline.data.chat import ChatFormat, OpenPrompt
 from trueline.data.pictures import Picture, blank_picture
-from trueline.data.types import Completion, Sample, pack_samples
+from trueline.data.types import Completion, Sample
 from trueline.models.loading import load_chat
 from trueline.rollout.engine import EngineSpec, NextTurn, SamplingParams
 from trueline.rollout.hf_engine import HFEngine

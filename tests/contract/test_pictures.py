@@ -22,11 +22,11 @@ from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.data import DataConfig
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.config.supervised import PreferenceConfig
-from trueline.data.batching import Budget, plan_micro_batches
+from trueline.data.batching import Budget, pack_samples, plan_micro_batches
 from trueline.data.encoding import encode_conversations, encode_pairs
 from trueline.data.formats import read_conversations, read_pairs
 from trueline.data.rows import Located
-from trueline.data.types import Sample, pack_samples
+from trueline.data.types import Sample
 from trueline.models.loading import load_chat
 from trueline.models.vision import load_processor
 from trueline.training.report import LossSettings

@@ -11,8 +11,8 @@ from tests.support.mixtures import by_hand, told_samples
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_tiny_mixture
 from trueline.config.model import ModelConfig, PolicyTrainingConfig
-from trueline.data.batching import Budget, plan_micro_batches
-from trueline.data.types import Sample, pack_samples
+from trueline.data.batching import Budget, pack_samples, plan_micro_batches
+from trueline.data.types import Sample
 from trueline.training.report import AGREED, REPORTED, LossSettings
 from trueline.training.worker import Worker, WorkerSpec
 

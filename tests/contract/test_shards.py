@@ -16,8 +16,7 @@ from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.model import ModelConfig, TrainingConfig
-from trueline.data.batching import Budget, plan_micro_batches
-from trueline.data.types import pack_samples
+from trueline.data.batching import Budget, pack_samples, plan_micro_batches
 from trueline.models.loading import DTYPES
 from trueline.runtime.fingerprints import add_bits, total_sums, wrap_int64
 from trueline.runtime.transport import WIRE_DTYPES

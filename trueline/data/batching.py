@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trueline.data.pictures import Picture
-from trueline.data.types import UNKNOWN_EXPERT, Batch, Kin, Repeat, to_device
+from trueline.data.types import TOKEN_FIELDS, UNKNOWN_EXPERT, Batch, Kin, Repeat, Sample, is_filled, to_device
 
 FILLER = -1  # in a plan: a sample of weight zero, so that all ranks run the same number of passes
 FILLER_TOKENS = 2
@@ -215,6 +215,39 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 
 
 # Tensors
+
+
+@dataclass(slots=True, frozen=True)
+class PackedSamples:
+    """Samples for another process: one flat array per field, and the lengths of the samples."""
+
+    lengths: np.ndarray  # [B]
+    weights: np.ndarray  # [B]
+    labels: np.ndarray  # [B]
+    arrays: dict[str, np.ndarray]  # [sum of lengths, ...] each
+    shares_prefixes: bool = False
+    pictures: tuple[tuple[Picture, ...], ...] = ()  # [B], if any sample has one
+
+    def names(self) -> list[str]:
+        return [*self.arrays]
+
+    def pictures_of(self, at: int) -> tuple[Picture, ...]:
+        return self.pictures[at] if self.pictures else ()
+
+    def part(self, name: str, at: int) -> np.ndarray:
+        """Return a field of one sample."""
+        begin = int(self.lengths[:at].sum())
+        return self.arrays[name][begin : begin + int(self.lengths[at])]
+
+
+def pack_samples(samples: list[Sample], *, experts: bool = True, shares: bool = False) -> PackedSamples:
+    """Pack all filled fields; experts only if the reader needs them, as they are by far the largest."""
+    names = [name for name in TOKEN_FIELDS if is_filled(samples[0], name) and (experts or name != "experts")]
+    arrays = {name: torch.cat([getattr(sample, name) for sample in samples]).numpy() for name in names}
+    lengths = np.array([sample.length() for sample in samples])
+    weights = np.array([sample.weight for sample in samples])
+    labels, pictures = np.array([sample.label for sample in samples]), tuple(sample.pictures for sample in samples)
+    return PackedSamples(lengths, weights, labels, arrays, shares, pictures if any(pictures) else ())
 
 
 class SampleReader(Protocol):

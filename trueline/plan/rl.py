@@ -236,9 +236,8 @@ def check_engine(draft: RLDraft, engine: EngineRoom, divide: Callable[[], str]) 
     if least <= most or not draft.machine.gpus:
         return
     keys, width = divide(), f"rollout.tensor_parallel={draft.rollout.tensor_parallel}"
-    remedy = (
-        f"set {keys}" if keys else "no division of its models fits these GPUs: take more of them, or a smaller model"
-    )
+    too_small = "no division of its models fits these GPUs: take more of them, or a smaller model"
+    remedy = f"set {keys}" if keys else too_small
     needs = f"an engine needs about {least / GIB:.1f} GiB on each of its GPUs ({width}), {most / GIB:.1f} GiB are there"
     raise ConfigError(f"{needs}: {remedy}")
 

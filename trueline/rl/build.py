@@ -28,6 +28,7 @@ from trueline.plan.rl import RLPlan, plan_rl
 from trueline.plan.survey import survey
 from trueline.rl.lessons import Tutor
 from trueline.rl.models import DeviceSharing, Models
+from trueline.rl.showcase import Showcase
 from trueline.rl.streaming import Stream
 from trueline.rl.trainer import RLTrainer
 from trueline.rollout.engine import RolloutEngine
@@ -126,6 +127,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             care=care_of(config, folder, checkpoints, progress),
             workers=sampling.workers,
             tutor=tutor,
+            showcase=Showcase(config, loop, sampling.workers, tracker),
             stream=make_stream(plan, models.policy) if config.training.stream else None,
         )
 

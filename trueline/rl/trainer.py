@@ -22,17 +22,10 @@ from trueline.monitoring.trackers import Tracker
 from trueline.rl.lessons import Tutor
 from trueline.rl.metrics import AIMS, describe_pools, describe_step, over_updates
 from trueline.rl.models import DeviceSharing, Models
-from trueline.rl.step import (
-    add_assessment,
-    assess,
-    describe_tokens,
-    freely_drawn,
-    places_by_episode,
-    stored_samples,
-    write_transcripts,
-)
+from trueline.rl.showcase import Showcase
+from trueline.rl.step import add_assessment, assess, describe_tokens, freely_drawn, places_by_episode, stored_samples
 from trueline.rl.streaming import SAMPLED, Stream
-from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count, name_pictures
+from trueline.rl.transcripts import held_out_count, name_pictures
 from trueline.rollout.evaluation import Evaluator
 from trueline.rollout.failures import EngineCrashLoop, EngineLost, NothingToLearn, UnusableData
 from trueline.rollout.rollouts import Rollouts
@@ -70,7 +63,8 @@ class RLTrainer:
     watch: MemoryWatch
     care: HealthAction
     workers: RolloutWorkers
-    tutor: Tutor  # writes what else is read
+    tutor: Tutor  # writes what teachers read
+    showcase: Showcase
     stream: Stream | None = None  # trains groups while others are sampled
     example: tuple[list[int], list[bool]] | None = None  # of a completion, in runs whose completions may be stale
 
@@ -407,7 +401,7 @@ class RLTrainer:
         metrics |= self.care.monitor.check(self.state.step, metrics)
         self.tracker.log(self.state.step, metrics)
         self.watch.see(metrics)
-        self.show_groups(groups, samples)
+        self.showcase.show(self.state.step, groups, samples, self.tutor.lessons)
         self.progress.step(self.state.step, metrics)
         if metrics["rollout/groups"] < self.config.prompts_per_step:
             self.progress.note(
@@ -418,19 +412,6 @@ class RLTrainer:
         self.guard.follow(aim, metrics[aim])
         for line in self.rollouts.budget.news():
             self.progress.note(line)
-
-    def show_groups(self, groups: list[SampledGroup], samples: StoredSamples) -> None:
-        """Write some groups of a step to transcripts.jsonl, each with all its completions."""
-        config, step = self.config, self.state.step
-        wanted, size = config.monitoring.transcripts_per_step, config.algorithm.group_size
-        count = group_count(wanted, size, step, config.steps)
-        if not count:
-            return
-        places = [(group.parcels.transcripts, at) for group in groups for at in range(len(group))]
-        shown = chosen_episodes([one for group in groups for one in group], count, [config.seed, step])
-        given = (samples, [(one, *places[one]) for one in shown], config.monitoring.tokens, self.tutor.lessons)
-        rows, files = self.rollouts.loop.run(self.workers.run(write_transcripts, *given), "writing transcripts")
-        self.tracker.show(step, rows, files)
 
     def evaluation_due(self) -> bool:
         every, step = self.config.evaluation.every, self.state.step

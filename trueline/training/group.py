@@ -15,8 +15,8 @@ from trueline.algorithms.importance_sampling import EXCESS, VARIANCE
 from trueline.algorithms.losses import LOSSES
 from trueline.algorithms.policy_losses import OBSERVATION
 from trueline.config.model import WORTHWHILE, RanksConfig, TrainingConfig, reads_experts, sharing_obstacle
-from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, SampleReader, plan_micro_batches
-from trueline.data.types import Sample, pack_samples
+from trueline.data.batching import FILLER, Budget, MicroBatch, Plan, SampleReader, pack_samples, plan_micro_batches
+from trueline.data.types import Sample
 from trueline.models.ring_attention import Mesh
 from trueline.monitoring.findings import WATCH, Finding
 from trueline.monitoring.heartbeat import WORK

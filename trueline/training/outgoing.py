@@ -1,12 +1,21 @@
 """The weights that rollout engines should hold: as they are sent, and the bit sums that prove their arrival."""
 
 import torch
+from torch import Tensor
 
 from trueline.config.model import LoraConfig
 from trueline.models import lora
 from trueline.models.weight_names import Named, WeightNames
-from trueline.runtime.fingerprints import LiveSums, add_bits
-from trueline.runtime.transport import WIRE_DTYPES, TensorSpec
+from trueline.runtime.fingerprints import LiveSums, add_bits, as_numbers
+from trueline.runtime.transport import (
+    WIRE_DTYPES,
+    Bucket,
+    Channel,
+    TensorSpec,
+    bucket_buffer,
+    bucket_print,
+    bucket_views,
+)
 from trueline.training.engines.engine import TrainEngine
 from trueline.training.engines.shards import empty_tensors, own_elements
 
@@ -32,6 +41,26 @@ class Outgoing:
 
     def sent_weights(self) -> Named:
         return self._as_sent(self.engine.weights(lora.is_adapter if self.adapter_only else None))
+
+    def send(self, buckets: list[Bucket], channel: Channel | None) -> tuple[list[int], RuntimeError | None]:
+        """Gather the weights; with a channel, send them. Return a fingerprint per bucket, and why an engine is gone."""
+        weights, prints = self.sent_weights(), list[Tensor]()
+        failure: RuntimeError | None = None  # the other ranks still gather weights with this one
+        for bucket in buckets:
+            buffer = bucket_buffer(bucket) if channel is None else channel.next_buffer(bucket)
+            for name, view in bucket_views(bucket, buffer):
+                sent, tensor = next(weights)
+                assert sent == name, f"the order of weights has changed: {sent} instead of {name}"
+                if channel is not None:
+                    view.copy_(tensor)
+            if channel is not None:
+                prints.append(bucket_print(bucket, buffer))
+                try:
+                    channel.send(buffer)
+                except RuntimeError as error:
+                    failure, channel = error, None
+        next(weights, None)  # lets the last gather end
+        return as_numbers(prints), failure
 
     def _as_sent(self, weights: Named) -> Named:
         if self.adapter_only:

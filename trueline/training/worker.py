@@ -35,7 +35,7 @@ from trueline.monitoring.heartbeat import WORK
 from trueline.monitoring.timing import START
 from trueline.runtime import transport
 from trueline.runtime.actors import Target
-from trueline.runtime.fingerprints import LiveSums, as_numbers, bit_sum
+from trueline.runtime.fingerprints import LiveSums, bit_sum
 from trueline.runtime.host import build
 from trueline.training import report as reports
 from trueline.training import saving
@@ -338,27 +338,12 @@ class Worker:
         return transport.try_join(join) if self.rank == 0 or shares_gpu else ""
 
     def send_weights(self, buckets: list[transport.Bucket]) -> list[int]:
-        """Gather the weights on every rank; ranks with a channel send them, and return a fingerprint per bucket."""
-        weights = self.outgoing.sent_weights()
-        prints: list[Tensor] = []
-        failure: RuntimeError | None = None  # an engine is gone; the other ranks still gather weights with this one
-        for bucket in buckets:
-            buffer = transport.bucket_buffer(bucket) if self.channel is None else self.channel.next_buffer(bucket)
-            for name, view in transport.bucket_views(bucket, buffer):
-                sent, tensor = next(weights)
-                assert sent == name, f"the order of weights has changed: {sent} instead of {name}"
-                if self.channel is not None:
-                    view.copy_(tensor)
-            if self.channel is not None:
-                prints.append(transport.bucket_print(bucket, buffer))
-                try:
-                    self.channel.send(buffer)
-                except RuntimeError as error:
-                    failure, self.channel = error, None
-        next(weights, None)  # lets the last gather end
+        """Gather the weights on every rank; those with a channel send them, and return a fingerprint per bucket."""
+        prints, failure = self.outgoing.send(buckets, self.channel)
         if failure is not None:
+            self.channel = None
             raise failure
-        return as_numbers(prints)
+        return prints
 
     def weight_bits(self, dtype: str, base: bool = True) -> LiveSums:
         return self.outgoing.bit_sums(dtype, base)

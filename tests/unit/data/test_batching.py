@@ -15,9 +15,10 @@ from trueline.data.batching import (
     collate,
     find_families,
     find_repeats,
+    pack_samples,
     plan_micro_batches,
 )
-from trueline.data.types import Batch, Kin, Repeat, Sample, pack_samples
+from trueline.data.types import Batch, Kin, Repeat, Sample
 
 CPU = torch.device("cpu")
 
