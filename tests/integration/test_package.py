@@ -22,6 +22,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = f"trueline-{PROJECT['version']}"
 DATA = ("py.typed", "config/foreign_names.yaml", "monitoring/codes.csv", "monitoring/metrics.csv", "report/page.html")
+DATA += (
+    "report/page.js",
+    "report/vendor/uPlot.iife.min.js",
+    "report/vendor/uPlot.min.css",
+    "report/vendor/uPlot.LICENSE",
+)
 INFO = {f"{NAME}.dist-info/{file}" for file in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
 BESIDE = {".gitignore", "CHANGELOG.md", "CITATION.cff", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml"}
 Command = Callable[..., str]

@@ -30,5 +30,15 @@ CHARTS = {one.name: one.chart for one in METRICS if one.chart}
 SHOWN = tuple(one for one in METRICS if one.label)
 
 
+def find(name: str) -> Metric | None:
+    return NAMES.get(name) or next((one for one in METRICS if re.fullmatch(one.pattern(), name)), None)
+
+
 def is_known(name: str) -> bool:
-    return name in NAMES or any(re.fullmatch(one.pattern(), name) for one in METRICS)
+    return find(name) is not None
+
+
+def better(name: str) -> str:
+    """Return whether a metric had better be `higher` or `lower`; empty if neither, or if it is unknown."""
+    known = find(name)
+    return known.better if known else ""

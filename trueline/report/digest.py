@@ -10,7 +10,7 @@ from typing import Any
 
 from trueline.files import Row
 from trueline.monitoring.findings import HEALTH_LEVELS
-from trueline.monitoring.metrics import CHARTS
+from trueline.monitoring.metrics import CHARTS, better
 from trueline.monitoring.timing import duration
 from trueline.monitoring.transcripts import NUMBERS
 from trueline.report.curves import COLOURS, bounds
@@ -35,8 +35,10 @@ def describe(runs: list[ReportedRun]) -> Row:
     rewards = [one.reward for run in runs for one in run.transcripts if one.reward is not None]
     low, high = bounds(rewards or [0.0])
     shared: Row = {"charts": CHARTS, "colours": COLOURS, "levels": HEALTH_LEVELS}
-    shared |= {"bins": [low, high], "mean": usual_mean(runs)}
-    return shared | {"runs": [describe_run(run, len(runs), (low, high)) for run in runs]}
+    shown = [describe_run(run, len(runs), (low, high)) for run in runs]
+    names = dict.fromkeys(name for run in shown for name in run["summary"])
+    shared |= {"bins": [low, high], "mean": usual_mean(runs), "better": {name: better(name) for name in names}}
+    return shared | {"runs": shown}
 
 
 def usual_mean(runs: list[ReportedRun]) -> int:
@@ -46,6 +48,8 @@ def usual_mean(runs: list[ReportedRun]) -> int:
 
 def describe_run(run: ReportedRun, runs: int, span: tuple[float, float]) -> Row:
     rows = with_axes(run.rows)
+    numbers = summary(run.rows)
+    room = METRIC_BYTES // runs - len(as_json(numbers))
     chosen = fit_bytes(
         lambda count: choose_transcripts(run.transcripts, count),
         MOST_TRANSCRIPTS,
@@ -57,11 +61,15 @@ def describe_run(run: ReportedRun, runs: int, span: tuple[float, float]) -> Row:
         "verb": run.verb,
         "facts": facts(run, rows),
         "health": health(rows),
-        "series": fit_bytes(lambda count: to_columns(thin_rows(rows, count)), MOST_ROWS // runs, METRIC_BYTES // runs),
+        "rows": len(rows),
+        "summary": numbers,
+        "series": fit_bytes(lambda count: to_columns(thin_rows(rows, count)), MOST_ROWS // runs, room),
         "timeline": fit_bytes(lambda count: timeline(run.events, count), MOST_STEPS, EVENT_BYTES // runs),
         "memory": memory(run.events),
         "histograms": histograms(run.transcripts, *span),
         "transcripts": without_tokens(run.texts(chosen)),
+        "starts": [one.start for one in chosen],
+        "lengths": [written_length(row) for row in run.texts(chosen)],
         "transcript_count": len(run.transcripts),
         "failures": shorten(run.failures),
         "ledger": ledger(run.ledger),
@@ -131,6 +139,18 @@ def to_columns(rows: list[Row]) -> dict[str, list[float | None]]:
     return {name: [round_short(row.get(name)) for row in rows] for name in names}
 
 
+def summary(rows: list[Row]) -> dict[str, list[float | None]]:
+    """Return the last, lowest and highest value of each metric over all rows, each followed by its step."""
+    found: dict[str, tuple[tuple[float, int], ...]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name != "step" and is_number(value):
+                now = (value, row["step"])
+                _, low, high = found.get(name, (now, now, now))
+                found[name] = (now, now if value < low[0] else low, now if value > high[0] else high)
+    return {name: [part for value, step in ends for part in (round_short(value), step)] for name, ends in found.items()}
+
+
 def thin_rows(rows: list[Row], count: int) -> list[Row]:
     """Drop rows evenly; keep those with an evaluation or a warning, as long as they are few."""
     if len(rows) <= count:
@@ -166,6 +186,12 @@ def choose_groups(entries: list[Transcript], count: int) -> list[Transcript]:
 
 def without_tokens(rows: Iterable[Row]) -> list[Row]:
     return [shorten({key: value for key, value in row.items() if key != "tokens"}) for row in rows]
+
+
+def written_length(row: Row) -> int:
+    """Return how many characters the model wrote: in all its turns, or in the reply."""
+    turns = [one for one in as_list(row.get("turns")) if isinstance(one, dict) and one.get("role") == "assistant"]
+    return sum(len(str(text)) for text in ([one.get("content") or "" for one in turns] or [row.get("reply") or ""]))
 
 
 def choose_tokens(rows: Iterable[Row], most_bytes: int) -> dict[int, list[Row]]:

@@ -18,7 +18,8 @@ from trueline.report.digest import as_json, describe, usual_mean
 from trueline.report.runs import ReportedRun, is_number
 
 HERE = Path(__file__).parent
-SCRIPTS = ("transcripts.js", "timeline.js", "page.js")  # joined; the last one draws
+SCRIPTS = ("values.js", "vendor/uPlot.iife.min.js", "timeline.js", "transcripts.js", "charts.js", "page.js")
+STYLES = ("vendor/uPlot.min.css", "page.css")  # joined, as the scripts are; the last script draws
 
 
 def write_report(folders: dict[str, RunFolder], out: Path | None, note: Callable[[str], object] = str) -> Path:
@@ -48,7 +49,7 @@ def write_private(file: Path, content: bytes) -> None:
 
 
 def page(content: bytes, *, title: str, connects: str = "'none'") -> bytes:
-    script, style = b"".join((HERE / name).read_bytes() for name in SCRIPTS), (HERE / "page.css").read_bytes()
+    script, style = (b"\n".join((HERE / name).read_bytes() for name in names) for names in (SCRIPTS, STYLES))
     policy = (
         f"default-src 'none'; script-src {source(script)}; style-src {source(style)}; connect-src {connects}; "
         "img-src data:; "

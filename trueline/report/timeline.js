@@ -1,5 +1,5 @@
-// Who was busy when: a row for each process, a colour for each thing done; and the memory of the processes.
-const LANE = 22, LABEL = 104, SHARE = 44, LANES = 24, TONES = 12;
+// Who was busy when: a row for each process, a colour for each thing done.
+const LANE = 22, FOOT = 22, LABEL = 104, SHARE = 44, LANES = 24, TONES = 12;
 
 let tones = new Map();  // class of each thing done, the same in all runs and windows
 
@@ -49,8 +49,8 @@ function covered(spans) {
 function timelineOf(run) {
   const steps = shownSteps(run.timeline), { end, rows } = lanes(run.timeline, steps), few = rows.slice(0, LANES);
   const told = `${steps.length > 1 ? `steps ${steps[0].step} to ${steps[steps.length - 1].step}` : `step ${steps[0].step}`}, ${words(+end.toPrecision(3))} s; at the right, the share of the time in which each was busy`;
-  return figure(run.name, told + (rows.length > LANES ? `; ${rows.length - LANES} more processes are not shown` : ""), (width, tell) => {
-    const bottom = few.length * LANE, svg = make("svg:svg", { viewBox: `0 0 ${width} ${bottom + FOOT}`, height: bottom + FOOT, role: "img" });
+  return figure(run.name, told + (rows.length > LANES ? `; ${rows.length - LANES} more processes are not shown` : ""), (box, width, tell) => {
+    const bottom = few.length * LANE, svg = box.appendChild(make("svg:svg", { viewBox: `0 0 ${width} ${bottom + FOOT}`, height: bottom + FOOT, role: "img", "aria-label": `Spans of ${run.name}` }));
     const x = (seconds) => LABEL + (seconds / (end || 1)) * (width - LABEL - SHARE);
     few.forEach((row, place) => {
       const y = place * LANE;
@@ -58,8 +58,8 @@ function timelineOf(run) {
         make("svg:text", { x: LABEL - 8, y: y + 15, "text-anchor": "end" }, row.who.length > 16 ? `${row.who.slice(0, 15)}\u2026` : row.who),
         make("svg:text", { x: width - 4, y: y + 15, "text-anchor": "end", class: "busy" }, `${Math.round(100 * row.busy)}%`));
       for (const span of [...row.spans].sort((one, other) => other.to - other.from - (one.to - one.from))) {
-        const box = svg.appendChild(make("svg:rect", { x: x(span.from).toFixed(1), y: y + 3, width: Math.max(x(span.to) - x(span.from), 0.7).toFixed(1), height: LANE - 6, class: toneOf(span.what) }));
-        box.addEventListener("pointerenter", () => tell(`${row.who}: ${span.what}`, `${words(+(span.to - span.from).toPrecision(3))} s in step ${span.step}`, `busy ${Math.round(100 * row.busy)}% of the time shown`));
+        const bar = svg.appendChild(make("svg:rect", { x: x(span.from).toFixed(1), y: y + 3, width: Math.max(x(span.to) - x(span.from), 0.7).toFixed(1), height: LANE - 6, class: toneOf(span.what) }));
+        bar.addEventListener("pointerenter", () => tell(`${row.who}: ${span.what}`, `${words(+(span.to - span.from).toPrecision(3))} s in step ${span.step}`, `busy ${Math.round(100 * row.busy)}% of the time shown`));
       }
     });
     let free = -Infinity;  // where the next number of a step has room
@@ -68,33 +68,17 @@ function timelineOf(run) {
       svg.append(make("svg:path", { d: `M${place} 0V${bottom + 4}`, class: "hair" }));
       if (place > free) { svg.append(make("svg:text", { x: place + 3, y: bottom + 15 }, String(step))); free = place + 34; }
     }
-    return svg;
-  });
-}
-
-function memoryOf(run) {
-  const { step, gib } = run.memory, lines = Object.entries(gib).map(([who, values]) => ({ who, list: step.map((x, n) => ({ x, y: values[n] })).filter((one) => one.y !== null) }));
-  const names = make("span", { class: "names" }, ...lines.map(({ who }, number) => make("span", {}, swatch(number), who)));
-  return figure(run.name, names, (width, tell) => {
-    const plot = frame(width, [step[0], step[step.length - 1]], [0, ...lines.flatMap((line) => line.list.map((one) => one.y))]);
-    along(plot, "");
-    lines.forEach(({ list }, number) => plot.svg.append(...curve(plot, number, list)));
-    plot.svg.addEventListener("pointermove", (event) => {
-      const x = plot.value(event.clientX - plot.svg.getBoundingClientRect().left), at = lines.map((line) => nearest(line.list, x));
-      tell(`step ${at[0].x}`, ...lines.map(({ who }, number) => tinted(number, `${words(at[number].y)}  ${who}`)));
-    });
-    return plot.svg;
   });
 }
 
 function showTimeline() {
-  const runs = data.runs.filter((run) => run.timeline);
-  setTones(runs);
+  const runs = shownRuns().map(({ run }) => run).filter((run) => run.timeline);
+  setTones(data.runs.filter((run) => run.timeline));
   byId("timeline").hidden = !fill("timeline", runs.map(timelineOf));
   const done = new Set(runs.flatMap((run) => lanes(run.timeline, shownSteps(run.timeline)).rows.flatMap((row) => row.spans.map((span) => span.what))));
   const [named, others] = [true, false].map((wanted) => [...tones].filter(([name, tone]) => done.has(name) && (tone !== "rest") === wanted));
   const legend = [...named, ...(others.length ? [[`${others.length} shorter ones`, "rest"]] : [])];
   within("timeline", ".legend").replaceChildren(...legend.map(([name, tone]) => make("span", {}, make("i", { class: tone }), name)));
-  byId("memory").hidden = !fill("memory", data.runs.filter((run) => run.memory).map(memoryOf));
+  byId("memory").hidden = !fill("memory", shownRuns().filter(({ run }) => run.memory).map(memoryOf));
 }
 

@@ -178,6 +178,40 @@ def test_steps_time_and_tokens_add_up(tmp_path: Path) -> None:
     assert (series["step"], series["axis/seconds"], series["axis/tokens"]) == ([1, 2], [2, 5], [10, 25])
 
 
+def test_the_table_knows_every_step_and_which_side_is_better(tmp_path: Path) -> None:
+    folder = made_folder(tmp_path / "run", "grpo", 9999)
+    rows = [{"step": step, "reward/mean": 0.5, "mine": 1.0} for step in range(1, 10_000)]
+    rows[4321] |= {"reward/mean": 9.0, "loss": -1.0}
+    rows[6543] |= {"reward/mean": -9.0, "reward/part/a": float("inf")}
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    content = content_of(written(tmp_path / "page.html", folder.path))
+    (run,) = content["runs"]
+    assert run["summary"] == {
+        "reward/mean": [0.5, 9999, -9, 6544, 9, 4322],
+        "mine": [1, 9999, 1, 1, 1, 1],
+        "loss": [-1, 4322, -1, 4322, -1, 4322],
+    }
+    assert (run["rows"], len(run["series"]["step"])) == (9999, 4000)
+    assert content["better"] == {"reward/mean": "higher", "mine": "", "loss": "lower"}
+
+
+def test_transcripts_have_an_address_that_stays_and_a_length(tmp_path: Path) -> None:
+    tracker = Tracker(folder := made_folder(tmp_path / "run", "grpo", 9), MonitoringConfig(tensorboard=False))
+    tracker.show(
+        1, [{"reply": "r" * 5000, "tokens": [{"text": ["r"]}]}, {"reply": "last", "turns": TURNS}, {"turns": [3]}]
+    )
+    early = only_run(tmp_path / "page.html", folder.path)
+    said = sum(len(str(turn["content"])) for turn in TURNS if turn["role"] == "assistant")
+    assert early["lengths"] == [5000, said, 0]
+    tracker.show(2, [{"reply": str(number)} for number in range(2000)])
+    tracker.close()
+    late = only_run(tmp_path / "page.html", folder.path)
+    lines = folder.transcripts.read_bytes()
+    assert len(late["starts"]) == len(late["transcripts"]) and late["starts"][0] == early["starts"][0] == 0
+    read = [json.loads(lines[start:].split(b"\n", 1)[0]) for start in late["starts"]]
+    assert [one["reply"][:9] for one in read[1:]] == [one["reply"] for one in late["transcripts"][1:]]
+
+
 def test_configuration_is_flat_and_without_passwords(tmp_path: Path) -> None:
     folder = made_folder(tmp_path / "run", "grpo", 3)
     folder.config.write_text(
@@ -302,7 +336,11 @@ def test_report_is_written_for_its_owner_alone(tmp_path: Path, monkeypatch: pyte
 def test_page_needs_nothing_from_elsewhere() -> None:
     text = page(as_json(describe([])), title="none").decode()
     addresses = set(re.findall(r"https?://[\w./]+", text))
-    assert addresses == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xhtml"}  # names, not places
+    assert addresses == {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1999/xhtml",  # names, not places
+        "https://github.com/leeoniya/uPlot",  # in the comment with which the library begins
+    }
     assert "default-src 'none'" in text and "connect-src 'none'" in text and "unsafe" not in text
 
 
