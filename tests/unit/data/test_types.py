@@ -1,17 +1,8 @@
 import pytest
 import torch
 
-from trueline.data.types import (
-    Batch,
-    Completion,
-    Outcome,
-    Prompt,
-    Sample,
-    Trajectory,
-    is_filled,
-    pack_samples,
-    to_samples,
-)
+from trueline.data.batching import pack_samples
+from trueline.data.types import Batch, Completion, Outcome, Prompt, Sample, Trajectory, is_filled, to_samples
 
 PROMPT = Prompt(0, [{"role": "user", "content": "hi"}])
 LATER = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "step_labels")
