@@ -28,7 +28,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 
 # Top first. A part imports itself and the parts of lower layers; the pairs below are the only neighbours that meet.
 LAYERS = (
-    {"__init__", "api", "cli", "completion", "demo"},
+    {"__init__", "api", "cli", "completion", "demo", "replay"},
     {"verbs", "objects", "options", "cluster_address", "hub"},
     {"doctor", "report"},
     {"rl", "offline", "jobs"},
@@ -51,6 +51,7 @@ NEIGHBOURS = {
     ("cli", "api"),
     ("cli", "completion"),
     ("cli", "demo"),
+    ("cli", "replay"),
     ("demo", "api"),
     ("monitoring", "config"),
     ("jobs", "offline"),

@@ -14,6 +14,7 @@ from typing import Any
 from trueline.api import examine, load_config, quiet_libraries, say, start, suggest_verbs, unknown_verb
 from trueline.completion import PrintCompletion
 from trueline.config.base import NEAR, Config, ConfigError, keys_of, likeness, suggestion
+from trueline.config.rl import RLConfig
 from trueline.config.run import RunConfig
 from trueline.config.sampling import GenerateConfig, ServingConfig
 from trueline.config.supervised import SupervisedConfig
@@ -208,6 +209,24 @@ def add_words(tools: dict[str, CommandParser]) -> None:
     (explain := tools["explain"]).set_defaults(run=run_explain)
     explain.add_argument("of", nargs="?", metavar="RUN", help=f"folder of the run, or its name in runs/; {LATEST}")
 
+    add_replay(tools["replay"])
+
+
+def add_replay(replay: CommandParser) -> None:
+    replay.add_config_options({}, RLConfig)
+    replay.stray = "give one run or archive, and keys as key=value"
+    replay.set_defaults(run=run_replay)
+    replay.add_argument("of", metavar="RUN", help="folder of the run, its name in runs/, or an archive of --pack")
+    replay.add_argument("--step", type=positive, help="default: the last one that can be replayed")
+    replay.add_argument("--steps", metavar="FIRST-LAST", help="several steps")
+    replay.add_argument("--json", action="store_true", help="print all numbers as JSON")
+    replay.add_argument("--rewards", action="store_true", help="ask for the rewards again instead")
+    replay.add_argument("--pack", type=Path, metavar="FILE", help="write what replays these steps elsewhere")
+    replay.add_argument(
+        "--without-model", action="store_true", help="with --pack: leave the model that it began from out"
+    )
+    replay.add_argument("--trust-code", action="store_true", help="run the code that is in an archive")
+
 
 def load_options(options: argparse.Namespace) -> RunConfig:
     command = VERBS[options.verb]
@@ -283,6 +302,23 @@ def run_explain(options: argparse.Namespace) -> int:
         say(f"run        {options.of}, the latest")
     sys.stdout.write(explain(find_run(options.of).path) + "\n")
     return 0
+
+
+def run_replay(options: argparse.Namespace) -> int:
+    steps = [options.step] if options.step else []
+    if options.steps is not None:
+        found = re.fullmatch(r"(\d+)-(\d+)", options.steps)
+        if steps or found is None or not 0 < int(found[1]) <= int(found[2]):
+            raise ConfigError(f"--steps {options.steps}: write FIRST-LAST, e.g. --steps 3-7, and no --step beside it")
+        steps = [int(found[1]), int(found[2])]
+    keys = RLConfig.merge_sources(options.config, options.overrides)
+    quiet_libraries()
+    from trueline.replay.run import ReplayRequest, replay  # noqa: PLC0415
+
+    if options.without_model and not options.pack:
+        raise ConfigError("--without-model needs --pack FILE: it leaves the model out of that file")
+    base, asked = not options.without_model, (options.rewards, options.trust_code)
+    return replay(ReplayRequest(options.of, steps, keys, options.json, options.pack, base, *asked), say)
 
 
 def choose_runs(words: Words) -> dict[str, RunFolder]:

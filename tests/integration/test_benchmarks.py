@@ -51,6 +51,7 @@ TABLE: dict[str, list[Try]] = {
     "million_prompts.py": [Try("FOLDER --prompts 2000", apart=True)],
     "picture_model.py": [],  # is imported by others
     "random_model.py": [],  # likewise
+    "kept_samples.py": [Try("--completions 4 --tokens 8")],
     "recording.py": [Try("FOLDER --requests 10 --steps 1 --prompts 1 --tokens 4")],
     "rl_step.py": [Try("FOLDER --cpu --tokens 4 --steps 3 --completions 2x2 runtime=local")],
     "routing_replay.py": [

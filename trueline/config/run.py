@@ -61,6 +61,8 @@ class MonitoringConfig(Config):
     """Completions per step in transcripts.jsonl, on average, as groups stay whole. 0: none."""
     tokens: bool = True
     """Include log-prob, log-ratio, advantage and entropy of every token in transcripts."""
+    keep_samples_mib: float = Field(256.0, ge=0)
+    """Keep the samples of the last steps for `trueline replay`, in up to this many MiB. 0: none."""
     doctor: bool = True
     """Check data, template, rewards, numbers and machine before the run starts (docs/doctor.md)."""
     tensorboard: bool = True

@@ -158,6 +158,7 @@ TRACKED = " ".join(f"monitoring.{key}" for key in MonitoringConfig.model_fields 
 ASYNCHRONOUS = "rollout.on_update rollout.too_old rollout.window"
 DIFFICULTY = "data.difficulty."
 DYNAMIC, TRANSCRIPTS = "algorithm.dynamic_sampling.", "monitoring.transcripts_per_step"
+KEPT = "monitoring.keep_samples_mib"
 SYNCHRONOUS = "rollout.max_staleness=0 samples nothing while it trains"
 KL, SHAPING, IMPORTANT = "algorithm.kl.", "algorithm.shaping.", "algorithm.importance_sampling."
 LESSON = "algorithm.distillation."
@@ -221,7 +222,7 @@ RULES: dict[type[RunConfig], list[Rule]] = {
         *TRAINING,
         ("model.attention", lambda run: not run.training.packing, PACKED.format("training")),
         ("evaluation.", lambda run: bool(run.evaluation.data or run.evaluation.share), "no rows are held out"),
-        (f"{TRANSCRIPTS} monitoring.tokens model.lora.sync", never, "nothing is sampled"),
+        (f"{TRANSCRIPTS} monitoring.tokens {KEPT} model.lora.sync", never, "nothing is sampled"),
         read_by_loss("gamma", "simpo"),
         read_by_loss("odds_coefficient", "orpo"),
         read_by_loss("length_normalized", "ipo"),

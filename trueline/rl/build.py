@@ -10,7 +10,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from trueline.algorithms.advantages import needs, policy_waits
+from trueline.algorithms.advantages import needs
 from trueline.config.model import reads_experts
 from trueline.config.rl import RLConfig
 from trueline.data.loader import make_order
@@ -26,8 +26,9 @@ from trueline.plan.inputs import most_pictures
 from trueline.plan.resolve import suited_rate
 from trueline.plan.rl import RLPlan, plan_rl
 from trueline.plan.survey import survey
+from trueline.rl.keeping import SampleKeeper
 from trueline.rl.lessons import Tutor
-from trueline.rl.models import DeviceSharing, Models
+from trueline.rl.models import DeviceSharing, Models, policy_specs
 from trueline.rl.showcase import Showcase
 from trueline.rl.streaming import Stream
 from trueline.rl.trainer import RLTrainer
@@ -38,7 +39,7 @@ from trueline.rollout.failures import FailureBudget
 from trueline.rollout.pool import SILENCE, EnginePool
 from trueline.rollout.rollouts import RolloutPlan, Rollouts
 from trueline.runs.guard import UpdateMonitor
-from trueline.runs.launch import Job, Start, training
+from trueline.runs.launch import Job, Start, movable, training
 from trueline.runs.processes import (
     Sampling,
     describe_start,
@@ -57,7 +58,8 @@ from trueline.runtime.placement import Processes, place_processes
 from trueline.sync.weights import STRANGE, Canary, SyncPlan, WeightSync
 from trueline.training.checkpoints import Checkpoints
 from trueline.training.group import ModelGroup, prepare_saving, start_groups
-from trueline.training.worker import WorkerSpec, worker_target
+from trueline.training.kept_samples import SampleFiles
+from trueline.training.worker import worker_target
 
 CANARY_TOKENS = 32
 LOOKED_AT = 1000  # prompts, for one with pictures
@@ -128,6 +130,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             workers=sampling.workers,
             tutor=tutor,
             showcase=Showcase(config, loop, sampling.workers, tracker),
+            keeper=make_keeper(plan, sampling, checkpoints, state.step, [guard, critic_guard]),
             stream=make_stream(plan, models.policy) if config.training.stream else None,
         )
 
@@ -160,15 +163,9 @@ def survey_all(plan: RLPlan, logs: Path) -> Iterator[None]:
 def begin_models(plan: RLPlan, processes: Processes) -> tuple[dict[str, ModelGroup], EnginePool]:
     """Begin all processes of models and engines at once; return models by name, and the engines."""
     config, ranks = plan.config, plan.layout.policy_ranks
-    updates = config.steps * config.minibatches * config.epochs
-    learns = max(config.steps - policy_waits(config.algorithm), 1) * config.minibatches * config.epochs
-    seconds = config.timeout_seconds
-    besides = {"chat_template": plan.chat.template.with_defaults(), "memory_share": plan.policy_share()}
-    besides |= {"deterministic": config.deterministic}
-    specs = [
-        WorkerSpec(config.model, config.training, rank, ranks, learns, config.seed, seconds, **besides)
-        for rank in range(ranks)
-    ]
+    updates, seconds = config.steps * config.minibatches * config.epochs, config.timeout_seconds
+    template, share = plan.chat.template.with_defaults(), plan.policy_share()
+    specs = [replace(one, chat_template=template, memory_share=share) for one in policy_specs(config, ranks)]
     groups = {"policy": model_group("policy", processes.policy(worker_target(config.training), specs), specs)}
     played = config.environment.plays()
     experts, sizes = reads_experts(config.training), (config.seed, plan.cache_bytes())
@@ -231,6 +228,15 @@ def make_stream(plan: RLPlan, policy: ModelGroup) -> Stream:
     tokens, passes = plan.completions() * longest, policy.budget.tokens * policy.mesh.data
     expected = tokens / 2 if aggregation == "token_mean" else plan.completions()
     return Stream(aggregation, longest, expected, least=min(passes // 2, tokens // 8))
+
+
+def make_keeper(
+    plan: RLPlan, sampling: Sampling, checkpoints: Checkpoints, step: int, guards: list[UpdateMonitor | None]
+) -> SampleKeeper:
+    files, monitors = SampleFiles(checkpoints.folder.parent), [one for one in guards if one is not None]
+    files.forget_after(step)
+    given = movable(plan.config), files, sampling.workers, sampling.loop, checkpoints
+    return SampleKeeper(*given, monitors, checkpoints.note)
 
 
 def make_sync(plan: RLPlan, policy: ModelGroup, pool: EnginePool, loop: EventLoop) -> WeightSync:

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Literal
 
-from trueline.algorithms.advantages import has_teacher, needs
+from trueline.algorithms.advantages import has_teacher, needs, policy_waits
 from trueline.config.algorithm import WHOLE_VOCABULARY, AlgorithmConfig
+from trueline.config.rl import RLConfig
 from trueline.data.types import TARGETS
 from trueline.rl.lessons import Lessons
 from trueline.rollout.engine import RolloutEngine
@@ -20,7 +21,7 @@ from trueline.training.checkpoints import PollSave
 from trueline.training.group import ModelGroup, write_models
 from trueline.training.report import Asked
 from trueline.training.samples import SampleBlock, StoredSamples
-from trueline.training.worker import Worker
+from trueline.training.worker import Worker, WorkerSpec
 
 CRITIC = "critic"  # folder inside a checkpoint
 Held = Literal["live", "average", "reference"]
@@ -83,6 +84,13 @@ class Models:
     def load(self, checkpoint: Path) -> None:
         for place, model in self.trained_models().items():
             model.call(Worker.load, str(checkpoint / place))
+
+
+def policy_specs(config: RLConfig, ranks: int) -> list[WorkerSpec]:
+    """Return what the policy's ranks are made from; their learning rates end with the steps of the run."""
+    learns = max(config.steps - policy_waits(config.algorithm), 1) * config.minibatches * config.epochs
+    first = WorkerSpec(config.model, config.training, 0, ranks, learns, config.seed, config.timeout_seconds)
+    return [replace(first, rank=rank, deterministic=config.deterministic) for rank in range(ranks)]
 
 
 class DeviceSharing:

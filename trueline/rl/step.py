@@ -23,7 +23,7 @@ from trueline.rl.lessons import Lessons
 from trueline.rl.metrics import Metrics, describe_models, excerpt
 from trueline.rl.transcripts import name_pictures, token_rows
 from trueline.rollout.evaluation import PART
-from trueline.rollout.summary import RANKS, STEP, SampledGroup, Transcript
+from trueline.rollout.summary import CALL, RANKS, STEP, SampledGroup, Transcript
 from trueline.runtime.actors import Stored
 from trueline.training.samples import Arrays, Fields, SampleBlock, SampleNumbers, StoredSamples
 
@@ -140,7 +140,7 @@ def write_transcripts(
     for number, texts, at in episodes:
         own = [place for place, one in enumerate(stored.rows) if one.episode == number]
         shown = max((stored.fields.pictures(stored.numbers[place]) for place in own), key=len, default=())
-        row = name_pictures(dict(texts.fetch()[at]), shown, files)
+        row = name_pictures({name: text for name, text in texts.fetch()[at].items() if name != CALL}, shown, files)
         if lessons is not None and not any("teacher_prompt" in earlier for earlier in rows):
             row |= lessons.prompt(chat, own)
         if pieces is not None:

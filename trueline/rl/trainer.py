@@ -19,6 +19,7 @@ from trueline.models.truncation import Truncation
 from trueline.monitoring.progress import Progress
 from trueline.monitoring.timing import Timer
 from trueline.monitoring.trackers import Tracker
+from trueline.rl.keeping import SampleKeeper
 from trueline.rl.lessons import Tutor
 from trueline.rl.metrics import AIMS, describe_pools, describe_step, over_updates
 from trueline.rl.models import DeviceSharing, Models
@@ -65,6 +66,7 @@ class RLTrainer:
     workers: RolloutWorkers
     tutor: Tutor  # writes what teachers read
     showcase: Showcase
+    keeper: SampleKeeper
     stream: Stream | None = None  # trains groups while others are sampled
     example: tuple[list[int], list[bool]] | None = None  # of a completion, in runs whose completions may be stale
 
@@ -291,8 +293,7 @@ class RLTrainer:
 
     def describe(self, samples: StoredSamples) -> Callable[[], dict[str, float]]:
         """Let a rollout worker describe a step's tokens, and return a function that waits for the metrics."""
-        work = self.workers.run(describe_tokens, samples, self.config)
-        waiting = self.rollouts.loop.begin(work, "computing metrics")
+        waiting = self.rollouts.loop.begin(self.workers.run(describe_tokens, samples, self.config), "computing metrics")
 
         def wait() -> dict[str, float]:
             metrics, kl = waiting()
@@ -402,6 +403,7 @@ class RLTrainer:
         self.tracker.log(self.state.step, metrics)
         self.watch.see(metrics)
         self.showcase.show(self.state.step, groups, samples, self.tutor.lessons)
+        self.keeper.keep(self.state.step, groups, samples, streamed="rollout/streamed_share" in metrics)
         self.progress.step(self.state.step, metrics)
         if metrics["rollout/groups"] < self.config.prompts_per_step:
             self.progress.note(

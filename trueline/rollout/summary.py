@@ -26,6 +26,7 @@ from trueline.runtime.actors import Stored
 
 Arrays = dict[str, np.ndarray]
 Transcript = dict[str, object]
+CALL = "call"  # of an episode's reward, beside its transcript
 REPEATED = 8  # tokens of a run that hardly occurs twice by chance
 RANKS, STEP = ("tokens", "mask", "rollout_logprobs"), ("token_rewards",)  # fields for ranks, and for the step's worker
 
@@ -215,3 +216,9 @@ def transcript(trajectory: Trajectory, purpose: str) -> Transcript:
         **({"conversations": conversations} if conversations else {}),
         **trajectory.metrics,
     }
+
+
+def repeated_call(trajectory: Trajectory) -> dict[str, Any] | None:
+    """Return what asks for an episode's reward again; pictures would make it large."""
+    prompt = trajectory.prompt
+    return None if prompt.pictures else reward_call(prompt, trajectory.reply, trajectory.talk)

@@ -12,8 +12,9 @@ from trueline.config.model import TrainingConfig
 from trueline.monitoring.findings import FINE, WATCH, Finding
 from trueline.monitoring.limits import FIRST_STEPS, STALLED_CHANGE, STALLED_STEPS
 from trueline.training.group import ModelGroup
+from trueline.training.kept_samples import Update
 from trueline.training.report import LossSettings, Metrics
-from trueline.training.samples import Samples
+from trueline.training.samples import Samples, StoredSamples
 from trueline.training.worker import Worker
 
 SAMPLED = 256  # weights of each tensor
@@ -45,6 +46,7 @@ class UpdateMonitor:
         self.suited = 0.0  # learning rate that suits the model's size; 0 asks for no `follow`
         self.sampled = np.zeros(0)
         self.history: list[float] = []
+        self.updates: list[Update] = []  # of the step under way, by reference to its samples
 
     def update(self, samples: Samples, loss: str, settings: LossSettings, *, samples_per_row: int = 1) -> Metrics:
         """Make one optimizer step and return its metrics."""
@@ -59,7 +61,14 @@ class UpdateMonitor:
             what = f"memory ran out, so passes now have up to {tokens} tokens"
             self.report(Finding(WATCH, "smaller_passes", what, f"set {key}={tokens}", key))
         self.whole = whole and bool(metrics["skipped"])  # a skipped step changed nothing
+        if isinstance(samples, StoredSamples):
+            self.updates.append(Update.of(loss, samples, settings, metrics))
         return self.check(metrics)
+
+    def take_updates(self) -> list[Update]:
+        """Return the updates of a step, and begin another one."""
+        taken, self.updates = self.updates, []
+        return taken
 
     def watch(self) -> None:
         """Remember the weights that training starts from."""

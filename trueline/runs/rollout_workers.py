@@ -13,7 +13,16 @@ from trueline.rollout.episode import Episodes
 from trueline.rollout.failures import EngineLost, RolloutFailure
 from trueline.rollout.groups import GroupSampler, Numbered, Sampler, SamplerSpec
 from trueline.rollout.pool import MOST_DEATHS, EngineLoss, EnginePool, Load, load_metrics
-from trueline.rollout.summary import Parcels, SampledGroup, pack_group, pack_pictures, summarise_group, transcript
+from trueline.rollout.summary import (
+    CALL,
+    Parcels,
+    SampledGroup,
+    pack_group,
+    pack_pictures,
+    repeated_call,
+    summarise_group,
+    transcript,
+)
 from trueline.runtime.actors import Actor, ActorDeath, ActorFailure, NodeLost, RayActor, RayHandle, Result, Stored
 
 TRAIN = "train"  # the purpose of groups whose tokens stay in the object store
@@ -59,7 +68,7 @@ class GroupWorker:
             group = await GroupSampler(self.episodes, self.environment, spec).sample(numbered, place)
         if spec.purpose != TRAIN:
             return group, {}, {}, {}, [], {}
-        texts = [transcript(one, TRAIN) for one in group if one.outcome.is_scored]
+        texts = [transcript(one, TRAIN) | {CALL: repeated_call(one)} for one in group if one.outcome.is_scored]
         return summarise_group(group), *pack_group(group), texts, pack_pictures(group)
 
     async def partial_lengths(self, spec: SamplerSpec, groups: Collection[int]) -> list[int]:
