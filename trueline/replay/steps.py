@@ -15,6 +15,7 @@ from trueline.config.base import ConfigError, Tree, merge
 from trueline.config.model import ModelConfig
 from trueline.config.rl import RLConfig
 from trueline.config.run import CheckpointConfig
+from trueline.models.truncation import Truncation
 from trueline.monitoring.run_folder import RunFolder
 from trueline.monitoring.user_files import changed_places, found_again
 from trueline.plan.resolve import RoleModel, critic_start, reward_models, role_model
@@ -180,9 +181,9 @@ def play(models: Models, kept: KeptStep, config: RLConfig, keys: Tree) -> list[t
         given = update.settings | (
             {"temperature": config.rollout.temperature} if "temperature" in keys.get("rollout", {}) else {}
         )
-        metrics = models[update.loss].update(
-            kept.of_update(update), update.loss, LossSettings(section=config.algorithm, **given)
-        )
+        given["kept"] = Truncation(**given["kept"]) if given["kept"] else None
+        settings = LossSettings(section=config.algorithm, **given)
+        metrics = models[update.loss].update(kept.of_update(update), update.loss, settings)
         found.append((update.loss, metrics))
     return found
 

@@ -40,6 +40,7 @@ class Update:
             "statistics": settings.statistics,
             "logprobs_from_update": settings.logprobs_from_update,
             "draws": settings.draws,
+            "kept": asdict(settings.kept) if settings.kept else None,
         }
         return cls(loss, list(samples.numbers), [row.weight for row in samples.rows], about, dict(metrics))
 
