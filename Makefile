@@ -5,7 +5,7 @@ READY := .venv/ready
 PYTEST := $(PYTHON_RUN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 CELLS := .pytest_cache/model_table
 
-.PHONY: demo test test-slow soak models docs check format setup
+.PHONY: demo test test-slow soak models docs site check format setup
 
 setup: $(READY)
 
@@ -33,6 +33,10 @@ models: $(READY)
 # Writes the tables of findings and metrics and the tree of modules into their pages.
 docs: $(READY)
 	$(PYTHON_RUN) -m tests.support.generated_docs
+
+# Builds the documentation as a site: open site/html/index.html, or serve the folder, which search needs.
+site: $(READY)
+	$(PYTHON_RUN) -m tests.support.site site
 
 check: $(READY)
 	.venv/bin/ruff format --check .

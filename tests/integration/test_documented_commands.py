@@ -31,7 +31,7 @@ from trueline.verbs import VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "data prompts chat": lambda number: {"answer": str(number + 1)},
     "code": lambda number: {"prompt": f"print({number})", "answer": str(number)},
@@ -45,10 +45,33 @@ ROWS: dict[str, Callable[[int], dict[str, Any]]] = {
     "talk": lambda number: {"messages": [dict(zip(("role", "content"), turn, strict=True)) for turn in talk(number)]},
 }
 COUNT = 800  # rows
+TESTED = {  # how a command begins that is not `trueline` -> the test that runs it, or the file that does
+    "make demo": "tests/integration/test_demo.py",
+    "make test": ".ci/run",
+    "bash examples/tools/run.sh": "tests/integration/test_agents.py",
+    "bash examples/environment/run.sh": "tests/integration/test_agents.py",
+    "bash examples/pictures/run.sh": "tests/integration/test_picture_example.py",
+    "bash examples/rlhf/run.sh": "tests/integration/test_rlhf_example.py",
+    "export RAY_AUTH_MODE=token": "tests/integration/test_tutorials.py",
+    "(umask 077 && ": "tests/integration/test_tutorials.py",
+    "ray start --": "tests/integration/test_tutorials.py",
+    "RAY_ADDRESS=127.0.0.1:6399 trueline": "tests/integration/test_tutorials.py",
+    "python -m pytest ": "Makefile",
+    "python -m trueline.rewards.replay": "tests/integration/test_reward_faults.py",
+    "export TRUELINE_REWARD_TOKEN": "tests/integration/test_serve_reward.py",
+    "source <(trueline --print-completion": "tests/unit/test_completion.py",
+}
+LEFT = (
+    "git clone REPOSITORY",
+    ". .venv/bin/activate",
+    "python -m pdb ",
+)  # has no address, tests nothing, waits for a person
+MARK = "Not run by the tests"  # the paragraph before other commands begins so, and says why
 MINE = """
 def above_median(samples, config): ...
 def squared(logprobs, batch, config): ...
 def reward(reply, label): return float(reply == label)
+def close(reply, label): return 1 / (1 + len(reply) * len(label))
 """
 
 
@@ -56,16 +79,24 @@ def talk(number: int) -> list[tuple[str, str]]:
     return [("user", f"{number}+1="), ("assistant", str(number + 1))]
 
 
+def shell_blocks() -> Iterator[tuple[Path, str, list[str]]]:
+    """Yield each block of commands, with its page and the paragraph before it; a continued line is one."""
+    for page in PAGES:
+        text = page.read_text()
+        for found in re.finditer(r"^```bash\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+            before = text[: found.start()].strip().rpartition("\n\n")[2]
+            yield page, before, found[1].replace("\\\n", " ").splitlines()
+
+
 def commands() -> Iterator[tuple[str, list[str]]]:
     """Yield each command once, and the page that it is on."""
     seen = set()
-    for page in PAGES:
-        for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
-            for line in block.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
-                if words[:1] == ["trueline"] and tuple(words) not in seen:
-                    seen.add(tuple(words))
-                    yield page.name, words[1:]
+    for page, _, lines in shell_blocks():
+        for line in lines:
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["trueline"] and tuple(words) not in seen:
+                seen.add(tuple(words))
+                yield page.name, words[1:]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +145,24 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoints = folder / "runs" / "judge" / "checkpoints"
     (checkpoints / "step_000001").rename(checkpoints / "step_000500")
     (folder / "runs/first/checkpoints/step_000001").rename(folder / "runs/first/checkpoints/step_000100")
+    make_what_tutorials_leave(folder)
     return folder
+
+
+def make_what_tutorials_leave(folder: Path) -> None:
+    """Put runs and data under the names that tutorials give to theirs."""
+    for named, there in (("mine", "first"), ("gsm8k", "first")):
+        (folder / "runs" / named).symlink_to(folder / "runs" / there)
+    for name in ("laptop", "tools", "circle", "gsm8k"):
+        (folder / name).mkdir()
+    for name in ("laptop/warm_start", "laptop/grpo", "tools/sft", "circle/sft"):
+        (folder / name).symlink_to(folder / "runs/first")
+    for name in ("laptop/practice", "tools/practice", "circle/practice"):
+        (folder / f"{name}.jsonl").symlink_to(folder / "data.jsonl")
+    (folder / "laptop/held_out.jsonl").symlink_to(folder / "held_out.jsonl")
+    for name, first in (("train", 0), ("test", COUNT)):
+        rows = [{"question": f"{one}+1=", "answer": f"I add.\n#### {one + 1}"} for one in range(first, first + COUNT)]
+        (folder / f"gsm8k/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def unasked(words: list[str]) -> list[str]:
@@ -126,6 +174,15 @@ def unasked(words: list[str]) -> list[str]:
 
 def test_there_are_commands() -> None:
     assert len(list(commands())) > 40
+
+
+def test_every_other_command_runs_in_a_test_or_is_marked() -> None:
+    for page, before, lines in shell_blocks():
+        for line in filter(None, (re.sub(r"(^|\s)#.*", "", line) for line in lines)):
+            ours = line.startswith("trueline ") or line.startswith((*TESTED, *LEFT))
+            assert ours or before.startswith(MARK), f"{page.relative_to(ROOT)}: {line}: no test runs it"
+    missing = [file for file in TESTED.values() if not (ROOT / file).is_file()]
+    assert not missing
 
 
 def test_every_command_works_up_to_its_start(
