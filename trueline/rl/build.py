@@ -101,12 +101,7 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
         stack.callback(tracker.close, progress.follower.write_report)
         tracker.follow(Events(folder.logs))
         state.tracker, state.data = tracker.run_ids, data
-        guard = UpdateMonitor(models.policy, config.training, progress.report)
-        guard.skipped = state.skipped_steps
-        guard.suited = suited_rate(plan.facts.parameters, "policy", adapters=config.model.lora.rank > 0)
-        critic_guard = UpdateMonitor(models.critic, config.critic, progress.report, "critic") if models.critic else None
-        if critic_guard is not None:
-            critic_guard.skipped = state.critic_skipped_steps
+        guard, critic_guard = make_guards(plan, models, state, progress)
         timer, rollouts = Timer(), make_rollouts(plan, sampling, state, folder)
         tutor = Tutor(config, config.lesson_tokens(plan.rollout, plan.facts.context), rollouts, sampling.workers)
         stack.enter_context(survey_all(plan, folder.logs))
@@ -133,6 +128,20 @@ def rl_trainer(plan: RLPlan, folder: RunFolder, progress: Progress) -> Iterator[
             keeper=make_keeper(plan, sampling, checkpoints, state.step, [guard, critic_guard]),
             stream=make_stream(plan, models.policy) if config.training.stream else None,
         )
+
+
+def make_guards(
+    plan: RLPlan, models: Models, state: RLState, progress: Progress
+) -> tuple[UpdateMonitor, UpdateMonitor | None]:
+    """Return what checks the updates of the policy and of the critic, if there is one."""
+    config = plan.config
+    guard = UpdateMonitor(models.policy, config.training, progress.report)
+    guard.skipped = state.skipped_steps
+    guard.suited = suited_rate(plan.facts.parameters, "policy", adapters=config.model.lora.rank > 0)
+    critic_guard = UpdateMonitor(models.critic, config.critic, progress.report, "critic") if models.critic else None
+    if critic_guard is not None:
+        critic_guard.skipped = state.critic_skipped_steps
+    return guard, critic_guard
 
 
 def gather_models(config: RLConfig, groups: dict[str, ModelGroup]) -> Models:

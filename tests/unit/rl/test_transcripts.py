@@ -1,8 +1,12 @@
 """Which episodes of a step are written: whole groups, the same ones whenever it is asked, and no more than wanted."""
 
+from typing import Any
+
 import pytest
 
+from trueline.config.rl import RLConfig
 from trueline.data.types import Dialogue, Prompt, Trajectory
+from trueline.rl.showcase import Showcase
 from trueline.rl.transcripts import chosen_episodes, group_count, held_out_count
 from trueline.rollout.summary import transcript
 
@@ -59,3 +63,9 @@ def test_every_conversation_of_an_episode_is_written() -> None:
     ]
     trajectory.dialogues = trajectory.dialogues[:1]
     assert "conversations" not in transcript(trajectory, "train")
+
+
+def test_a_step_without_transcripts_asks_no_worker_for_them() -> None:
+    nobody: Any = None  # asking it would fail
+    config = RLConfig.parse({"monitoring": {"transcripts_per_step": 0}})
+    Showcase(config, nobody, nobody, nobody).show(1, [], nobody, None)
