@@ -94,15 +94,15 @@ class Fields:
 
     def _open(self, block: SampleBlock) -> None:
         lengths = block.lengths or [self.lengths[number] for number in block.samples]
+        later = self.blocks[next(at for at, one in enumerate(self.blocks) if one is block) + 1 :]
         for name, array in block.arrays.fetch().items():
-            views = self.found.setdefault(name, {})
-            if name == PICTURES:
-                views |= zip(block.samples, array, strict=True)
-                continue
-            parts = np.split(array, np.cumsum(lengths)[:-1])
-            views |= {
-                number: last_rows(part, self.lengths[number]) for number, part in zip(block.samples, parts, strict=True)
-            }
+            parts = array if name == PICTURES else np.split(array, np.cumsum(lengths)[:-1])
+            newer = {number for one in later if name in one.names for number in one.samples}
+            self.found.setdefault(name, {}).update(
+                (number, part if name == PICTURES else last_rows(part, self.lengths[number]))
+                for number, part in zip(block.samples, parts, strict=True)
+                if number not in newer
+            )
 
     def add(self, block: SampleBlock) -> None:
         self.blocks.append(block)

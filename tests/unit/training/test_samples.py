@@ -2,11 +2,16 @@
 
 from typing import Any
 
+import numpy as np
+
 from trueline.config.rl import ResolvedRollout, RLConfig
 from trueline.data.types import Completion, Prompt, Trajectory
 from trueline.models.loading import ModelFacts
 from trueline.rollout.summary import pack_group
-from trueline.training.samples import TEXT, sample_bytes
+from trueline.runtime.actors import Stored
+from trueline.training.samples import TEXT, Fields, SampleBlock, sample_bytes
+
+LENGTHS = (2, 3)  # of two samples
 
 FACTS = ModelFacts(1000, 1000, 2, 2, 8, 100, 16, layers=3, intermediate_size=32, experts=4)
 PLAIN = {"preset": "grpo", "kl": {"coefficient": 0}}
@@ -43,3 +48,19 @@ def test_the_bytes_of_a_sampled_token_are_those_that_a_worker_packs() -> None:
     trajectory.add_reward(1.0)
     packed = [array for arrays in pack_group([trajectory]) for array in arrays.values()]
     assert sum(array.nbytes for array in packed) == 10 * (estimate(PLAIN) - TEXT - 8)  # without text, and trained
+
+
+def test_a_field_is_that_of_the_latest_block_whichever_is_opened_first() -> None:
+    """A score before the update and the update itself may both have a field, of all samples or of some."""
+
+    def block(names: tuple[str, ...], samples: tuple[int, ...], value: float) -> SampleBlock:
+        size = sum(LENGTHS[number] for number in samples)
+        return SampleBlock(names, samples, Stored({name: np.full(size, value) for name in names}))
+
+    scored = block(("old_logprobs", "entropy"), (0, 1), 1.0)
+    fields = Fields([*LENGTHS], [scored])
+    fields.add(block(("entropy",), (1,), 2.0))
+    assert fields.part("entropy", 1).tolist() == [2.0] * 3  # opens the later block
+    assert fields.part("old_logprobs", 0).tolist() == [1.0] * 2  # opens the earlier one
+    assert fields.part("entropy", 1).tolist() == [2.0] * 3
+    assert fields.part("entropy", 0).tolist() == [1.0] * 2
