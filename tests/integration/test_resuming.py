@@ -300,10 +300,10 @@ def groups_of(home: Path, step: int) -> int:
 
 @pytest.mark.parametrize("verb", ["sft", "grpo"])
 def test_a_full_disk_costs_what_was_not_written_and_not_the_run(home: Path, verb: str, capsys: Screen) -> None:
-    """Files take 10,000 bytes: the configuration fits, some steps' numbers do, no checkpoint does."""
+    """Files take 12,000 bytes: the configuration fits, some steps' numbers do, no checkpoint does."""
     words = {"sft": SFT, "grpo": [*GRPO, *GROUPS, "--reward", "reward.py:letters"]}[verb]
     total = {"sft": 60, "grpo": 12}[verb]
-    with files_up_to(10_000):
+    with files_up_to(12_000):
         status = main([*words, "training.learning_rate=1e-3", "--name", "mine", f"steps={total}", "checkpoint.every=6"])
     assert status == 1  # for the last step is not saved
     said = capsys.readouterr().out

@@ -31,7 +31,8 @@ def test_every_role_is_reported_and_a_resumed_run_goes_on(tmp_path: Path, capsys
     assert main(race_command(parts, "steps=2", *keys)) == 0
     assert main(["dr_grpo", "--resume", "--name", "run", f"folder={parts}", "steps=3"]) == 0
     for key in ("reward/mean", "loss", "grad_norm"):
-        assert [row[key] for row in rows[1:]] == [row[key] for row in rows_of(parts)[1:]]
+        # Groups are trained in the order in which they end, so sums may be rounded otherwise.
+        assert [row[key] for row in rows[1:]] == pytest.approx([row[key] for row in rows_of(parts)[1:]], rel=1e-3)
 
 
 def check_averages(folder: Path, rewards: list[float]) -> None:

@@ -20,11 +20,13 @@ def store_samples(samples: list[Sample]) -> StoredSamples:
             one.task_reward,
             one.baseline,
             one.truncated,
-            one.reward,
-            one.filtered,
-            one.label,
-            one.weight,
-            kin,
+            reward=one.reward,
+            filtered=one.filtered,
+            taught=one.taught,
+            label=one.label,
+            weight=one.weight,
+            kin=kin,
+            observed=one.observed_tokens(),
             role=one.role,
         )
         for number, (one, kin) in enumerate(zip(samples, families_of(samples), strict=True))

@@ -137,7 +137,7 @@ class DistillationConfig(Config):
     template: str = TEACHER_TEMPLATE
     """The teacher's last user message. Fields: prompt, demonstration, solution, feedback; no paragraph without its."""
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """Longest prompt of the teacher; rows with a longer one have none. null: the longest sequence of the policy."""
+    """Longest prompt of the teacher; rows with a longer one have none. null: its longest sequence, 512 at least."""
 
     def check_keys(self) -> None:
         wanted = CONTEXT_FIELDS[self.context]

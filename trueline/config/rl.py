@@ -23,6 +23,7 @@ from trueline.config.model import (
 from trueline.config.reward import RewardConfig
 from trueline.config.run import CheckpointConfig, RunConfig
 
+LESSON = 512  # tokens, in which a template and what a teacher is shown have room
 OWN_GPU = 0.9  # share of a GPU for an engine that shares it with nothing
 
 
@@ -237,10 +238,10 @@ class RLConfig(RunConfig):
         return bool(self.reward.named_parts()) or self.environment.plays()
 
     def lesson_tokens(self, rollout: ResolvedRollout, context: int) -> int:
-        """Return the longest prompt of a teacher: as its key says, or the longest sequence, if all models read that."""
+        """Return the longest prompt of a teacher: its key, or what it usually needs, if all models read that."""
         asked, passes = self.algorithm.distillation.max_prompt_tokens, (self.training, self.teacher)
         rooms = [context, *(one.micro_batch_tokens for one in passes if one.micro_batch_tokens)]
-        return asked or max(min(rollout.longest(), min(rooms) - rollout.max_new_tokens), 1)
+        return asked or max(min(max(rollout.longest(), LESSON), min(rooms) - rollout.max_new_tokens), 1)
 
     def longest_read(self, rollout: ResolvedRollout, context: int) -> int:
         """Return the tokens of the longest sequence that the policy or a teacher may read."""

@@ -298,6 +298,12 @@ def resting(_: History, series: Series) -> Finding:
     return Finding(level, "resting", what, "use other prompts, or end the run", "data.difficulty.longest_rest")
 
 
+def untaught(_: History, series: Series) -> Finding:
+    what = f"teachers read {series.recent:.0%} of the completions: others have no context, or one that is too long"
+    remedy, key = "check the column, or raise max_prompt_tokens", "algorithm.distillation.max_prompt_tokens"
+    return Finding(limits.TAUGHT.below(series.recent), "untaught", what, remedy, key)
+
+
 def loss(history: History, series: Series) -> Finding:
     """Check a task's own loss, which has to fall; that of a policy has no such meaning."""
     start, rise, level = series.start(), series.recent - series.start(), FINE
@@ -323,6 +329,7 @@ RULES: dict[str, tuple[str, Rule]] = {  # name, which is the code -> the metric 
     "length": ("response_length/mean", length),
     "length_bias": ("rollout/length_bias", length_bias),
     "resting": ("data/woken", resting),
+    "untaught": ("distill/taught_share", untaught),
     "loss": ("loss", loss),
 }
 WATCHED: set[str] = {key for key, _ in RULES.values()} | {UNIFORM, "evaluation/reward_ci95"}  # metrics that rules read

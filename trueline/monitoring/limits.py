@@ -34,6 +34,7 @@ GRADIENT_STEPS, SPIKE, SPIKES = 4 * WINDOW, 10.0, 3  # first step; times the 90t
 CLIPPED = Limits(0.3, 0.6)  # share of the tokens
 LONGER = 2  # times the length at the start
 LENGTH_BIAS = 0.1  # by how much shorter what is trained may be than what is drawn
+TAUGHT = Limits(0.25, 0.01)  # shares of the completions
 LOSS_RISE = Limits(0.1, 0.3)  # of the loss at the start
 UNIFORM_STEPS = (10, 100)  # in a row, after which equal rewards are reported again
 STALLED_STEPS, STALLED_CHANGE = 20, 0.01  # steps; of the weights' norm

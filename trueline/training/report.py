@@ -23,7 +23,6 @@ AGREED, REPORTED = "agreed", "reported"  # experts that trainer and engine both 
 class LossSettings:
     temperature: float = 1.0
     section: Any = None  # of the configuration
-    kept: Truncation | None = None  # the likeliest tokens, from which completions were sampled
     statistics: dict[str, float] = field(default_factory=dict)  # of the whole minibatch
     logprobs_from_update: bool = False  # the only pass of the step computes the old log-probs
     entropies: bool = False  # return the entropy of each token
@@ -32,6 +31,7 @@ class LossSettings:
     then: Then = "step"
     scale: float = 1.0  # of all gradients since the last step
     gradients: int = 0  # report so many numbers of each tensor's gradient
+    kept: Truncation | None = None  # the likeliest tokens, from which completions were sampled
 
     def kept_fields(self) -> tuple[str, ...]:
         """Return the fields of samples that an update computes."""

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.support.tool_calls import TOOL_TALK, TOOL_TEMPLATE, TOOLS, calling
 from tests.unit.data.test_chat import CHATML
 from tests.unit.rollout.test_session import Table
+from trueline.algorithms.advantages import has_teacher
 from trueline.config.algorithm import PRESETS
 from trueline.config.base import ConfigError
 from trueline.config.rl import ResolvedRollout, RLConfig
@@ -345,9 +346,10 @@ def test_a_prompt_above_the_limit_is_named_or_left_out(local_run: Any) -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_recipe_has_five_lines(preset: str) -> None:
-    lines = recipe_lines(RLConfig.parse({"algorithm": {"preset": preset}}))
-    assert [line.split()[0] for line in lines] == ["advantage", "loss", "averaging", "KL", "importance"]
+def test_the_recipe_has_five_lines_and_one_of_its_teacher(preset: str) -> None:
+    lines = recipe_lines(config := RLConfig.parse({"algorithm": {"preset": preset}}))
+    taught = ["teacher"] * has_teacher(config.algorithm)
+    assert [line.split()[0] for line in lines] == ["advantage", "loss", "averaging", "KL", *taught, "importance"]
 
 
 @pytest.mark.parametrize(

@@ -505,7 +505,21 @@ def bare_trainer(config: RLConfig, **state: Any) -> RLTrainer:
     rollout = ResolvedRollout.parse(
         config.rollout.model_dump(exclude_none=True) | {"engines": 1, "max_prompt_tokens": 8}
     )
-    return RLTrainer(config, rollout, *parts, RLState(**state), nothing, nothing, None, nothing, nothing, here, nothing)
+    return RLTrainer(
+        config,
+        rollout,
+        *parts,
+        RLState(**state),
+        nothing,
+        nothing,
+        None,
+        nothing,
+        nothing,
+        here,
+        nothing,
+        nothing,
+        nothing,
+    )
 
 
 def answer(tokens: int, reward: float, *, group: int = 0, truncated: bool = False) -> Sample:

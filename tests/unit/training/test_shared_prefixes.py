@@ -10,7 +10,7 @@ import torch
 
 from tests.support.letters import letters_command, rows_of
 from tests.support.stored import store_samples
-from tests.support.tiny import make_samples, make_tiny_mixture
+from tests.support.tiny import add_targets, make_samples, make_tiny_mixture
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.cli import main
 from trueline.config.algorithm import PRESETS, AlgorithmConfig
@@ -34,6 +34,7 @@ def minibatch(shared: int = PROMPT, seed: int = 6) -> list[Sample]:
     for number, sample in enumerate(samples):
         sample.returns = sample.values = 0.1 * number * sample.mask
     set_weights(samples, "token_mean", 0)
+    add_targets(samples)
     return samples
 
 
