@@ -802,3 +802,10 @@ def test_vllm_on_a_cpu_reads_no_pictures_of_gemma(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ConfigError, match="vllm on a CPU gives gemma3 other log-probs"):
         check_rollout(rollout, config.model, facts, machine(0))
     assert check_rollout(rollout, config.model, facts, machine(1)) == rollout.longest()
+
+
+def test_a_plan_refuses_narrowed_sampling_that_the_trainer_cannot_follow() -> None:
+    narrowed = {"algorithm": {"preset": "dr_grpo"}, "rollout": {"top_p": 0.9}}
+    check_algorithm(RLConfig.parse(narrowed))
+    with pytest.raises(ConfigError, match=r"rollout\.top_p=0\.9 keeps the likeliest tokens alone.*max_staleness=1"):
+        check_algorithm(RLConfig.parse(narrowed | {"rollout": {"top_p": 0.9, "max_staleness": 1}}))

@@ -90,6 +90,13 @@ def test_the_gradient_is_that_of_the_mean_over_all_answers(how: dict[str, Any], 
     compare(model_folder, **how)
 
 
+def test_its_metric_is_the_mean_whatever_the_weights_of_completions_add_up_to(model_folder: Path) -> None:
+    samples, group = episodes(), make_group(make_worker(model_folder), rows=2)
+    set_weights(samples, "sequence_sum", 0)
+    metrics = group.accumulate(samples, "policy", group.prepare_settings(samples, "policy", settings(WEIGHT)))
+    assert metrics[NAME] == pytest.approx(expected_loss(model_folder)[0], rel=1e-4)
+
+
 def test_another_family_learns_the_same(tmp_path: Path) -> None:
     compare(make_model(tmp_path, "qwen3"), rows=2)
 
