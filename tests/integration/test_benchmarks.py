@@ -24,11 +24,12 @@ DAY_AND_COMMIT = re.compile(r"\b20\d\d-\d\d-\d\d, [0-9a-f]{7}\b")
 SMALL = "--engines 3 --episodes 400 --prompts 4 --group-size 2 --tokens 64 --mean-tokens 32"
 LEAST = "--shape tiny --samples 4 --longest 96 --tokens 256 --steps 1 --rounds 1"
 LOCAL = "runtime=local rollout.engine=hf"
+FEW = f"{LOCAL} monitoring.doctor=false rollout.max_new_tokens=4 prompts_per_step=2 evaluation.limit=2"
 RUN = "runtime=local rollout.max_new_tokens=4 rollout.max_prompt_tokens=128"
 
 
 class Try(NamedTuple):
-    """Words that a script is given, FOLDER being one that does not exist yet."""
+    """Words that a script is given: FOLDER does not exist yet, MODEL is a tiny one, DATA has rows of GSM8K's form."""
 
     words: str
     apart: bool = False  # in a process of its own, as it starts others; such tests are slow
@@ -41,9 +42,14 @@ TABLE: dict[str, list[Try]] = {
     "asynchrony.py": [Try("FOLDER --seeds 1 --steps 3 --delay 0 --tokens 8 --modes synchronous", apart=True)],
     "checkpoints.py": [Try("--mebibytes 1 --rounds 1", apart=True)],
     "controller.py": [Try("FOLDER --completions 8 --group 4 --tokens 8192 --steps 2 --ranks 1", apart=True)],
+    "deterministic.py": [Try(HELP), Try(f"MODEL FOLDER --steps 2 {FEW}", apart=True)],
     "doctor.py": [Try("--rows 10 --rounds 1", apart=True)],
     "gpu_geometry.py": [Try(HELP), Try(f"FOLDER --shape tiny --steps 1 --rows 64 --least 0 {LOCAL}", apart=True)],
-    "gpu_learning.py": [Try(HELP)],
+    "gpu_gsm8k.py": [
+        Try(HELP),
+        *(Try(f"MODEL DATA FOLDER {tool} --steps 2 --every 1 --least -1 {FEW}", apart=True) for tool in ("", "--tool")),
+    ],
+    "gpu_learning.py": [Try(HELP)],  # and by deterministic.py
     "gpu_memory.py": [Try(HELP), Try(f"FOLDER --shape tiny --steps 1 {RUN}", apart=True)],
     "gpu_pictures.py": [Try(HELP)],  # vLLM needs torchvision for its families
     "gpu_rl.py": [Try(HELP), Try(f"FOLDER --tiny --steps 1 {RUN}", apart=True)],
@@ -86,7 +92,13 @@ def beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_folder(words: str, folder: Path) -> list[str]:
-    return [str(folder / "made") if word == "FOLDER" else word for word in words.split()]
+    if "MODEL" in words.split():
+        make_tiny_model(folder / "model", tied=True)
+    for name in ("train", "test"):
+        rows = [{"question": f"{one} and one?", "answer": f"It is {one} + 1.\n#### {one + 1}"} for one in range(8)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    places = {"FOLDER": folder / "made", "MODEL": folder / "model", "DATA": folder}
+    return [str(places.get(word, word)) for word in words.split()]
 
 
 def figures() -> list[str]:
