@@ -7,6 +7,7 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -67,7 +68,7 @@ class Scorer(nn.Module):
     def forward(  # noqa: PLR0913  (the fields of a Batch)
         self,
         tokens: Tensor,
-        mask: Tensor,
+        mask: Tensor | np.ndarray,
         lengths: list[int],
         temperature: float,
         entropy: bool = True,
@@ -79,7 +80,7 @@ class Scorer(nn.Module):
         kept: Truncation | None = None,
     ) -> Outputs:
         """Run over tokens on the model's device; `mask` is on the host. Tokens that repeat others are not computed."""
-        count, seen, pictures, inputs = len(tokens), {}, pictures or [], tokens
+        count, seen, pictures, inputs, mask = len(tokens), {}, pictures or [], tokens, torch.as_tensor(mask)
         if self.vision is not None and not self.plain:
             inputs = self.vision.inputs(tokens, lengths)
             if not pictures:

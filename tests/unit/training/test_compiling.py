@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.utils import _to_kwargs
 
 from tests.support.architectures import make_model
 from tests.support.tiny import make_samples
@@ -80,3 +81,21 @@ def test_layers_that_compile_wrongly_are_not_used(model_folder: Path, monkeypatc
     plain, _ = make_group(model_folder, compiled=False)
     assert norms == [plain.update(minibatch(), "sft", LossSettings())["grad_norm"] for _ in range(2)]
     assert worker.compiled is not None and worker.compiled.layers[0]._compiled_call_impl is None
+
+
+def test_no_pass_gives_fsdp2_a_mask_that_it_would_move_to_a_gpu(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the root of FSDP2 does to the arguments of a pass, and of the proof of compiled layers."""
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)
+    group, worker = make_group(model_folder, compiled=True)
+    moved: list[Any] = []
+
+    def record(_: torch.nn.Module, given: tuple[Any, ...]) -> None:
+        (there,), _ = _to_kwargs(given, {}, torch.device("meta"), False)  # type: ignore[no-untyped-call]
+        moved.append((there[0].device.type, torch.as_tensor(there[1]).device.type))
+
+    worker.scorer.register_forward_pre_hook(record)
+    group.update(minibatch(), "sft", LossSettings())
+    assert worker.compiled is not None and worker.compiled.proven and len(moved) > 2
+    assert set(moved) == {("meta", "cpu")}
