@@ -23,7 +23,7 @@ from trueline.files import read_rows
 from trueline.monitoring.findings import FAILING
 
 CALCULATOR = Path(__file__).resolve().parents[1] / "examples" / "tools" / "calculator.py"
-KEYS = ("prompts_per_step=32", "rollout.max_new_tokens=512", "training.learning_rate=3e-6", "checkpoint.every=0")
+KEYS = ("prompts_per_step=32", "rollout.max_new_tokens=512", "checkpoint.every=0")
 SYSTEM = "data.system_prompt=Reason step by step, and put your final answer within \\boxed{}."
 TOOL_SYSTEM = (
     "data.system_prompt=Solve the problem. Compute with the tool calculator, "
