@@ -352,6 +352,10 @@ class Batch:
     def mask_on_host(self) -> Tensor:
         return self.mask.cpu() if self.host_mask is None else self.host_mask
 
+    def mask_bytes(self) -> bytes:
+        """Return the mask as models take it: FSDP2 would move a tensor to the device, DeepSpeed compares by `!=`."""
+        return self.mask_on_host().numpy().tobytes()
+
     def observe(self) -> None:
         """Let models compute the log-probs of tokens that an environment has answered, too."""
         mask = self.mask_on_host()

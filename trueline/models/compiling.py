@@ -54,7 +54,7 @@ class CompiledLayers:
 
     def _run(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return outputs, and their gradient by the embedded tokens, which passes through all layers."""
-        given, embedded = (batch.tokens, batch.mask_on_host().numpy(), batch.lengths), []
+        given, embedded = (batch.tokens, batch.mask_bytes(), batch.lengths), []
 
         def begin(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
             embedded.append(output.detach().requires_grad_())

@@ -7,7 +7,6 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -68,7 +67,7 @@ class Scorer(nn.Module):
     def forward(  # noqa: PLR0913  (the fields of a Batch)
         self,
         tokens: Tensor,
-        mask: Tensor | np.ndarray,
+        masked: bytes,
         lengths: list[int],
         temperature: float,
         entropy: bool = True,
@@ -79,8 +78,9 @@ class Scorer(nn.Module):
         squares: bool = False,
         kept: Truncation | None = None,
     ) -> Outputs:
-        """Run over tokens on the model's device; `mask` is on the host. Tokens that repeat others are not computed."""
-        count, seen, pictures, inputs, mask = len(tokens), {}, pictures or [], tokens, torch.as_tensor(mask)
+        """Run over tokens on the model's device; those that repeat others are not computed."""
+        count, seen, pictures, inputs = len(tokens), {}, pictures or [], tokens
+        mask = torch.frombuffer(bytearray(masked), dtype=torch.bool)
         if self.vision is not None and not self.plain:
             inputs = self.vision.inputs(tokens, lengths)
             if not pictures:

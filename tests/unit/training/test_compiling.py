@@ -93,9 +93,9 @@ def test_no_pass_gives_fsdp2_a_mask_that_it_would_move_to_a_gpu(
 
     def record(_: torch.nn.Module, given: tuple[Any, ...]) -> None:
         (there,), _ = _to_kwargs(given, {}, torch.device("meta"), False)  # type: ignore[no-untyped-call]
-        moved.append((there[0].device.type, torch.as_tensor(there[1]).device.type))
+        moved.append((there[0].device.type, type(there[1])))
 
     worker.scorer.register_forward_pre_hook(record)
     group.update(minibatch(), "sft", LossSettings())
     assert worker.compiled is not None and worker.compiled.proven and len(moved) > 2
-    assert set(moved) == {("meta", "cpu")}
+    assert set(moved) == {("meta", bytes)}

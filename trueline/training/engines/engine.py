@@ -35,8 +35,7 @@ class TrainEngine(Protocol):
         self, batch: Batch, temperature: float, entropy: bool, squares: bool = False, kept: Truncation | None = None
     ) -> ModelOutput:
         experts = batch.experts if is_filled(batch, "experts") else None
-        on_host = batch.mask_on_host().numpy()  # FSDP2 would move a tensor to the device
-        given = batch.tokens, on_host, batch.lengths, temperature, entropy, experts, batch.repeats
+        given = batch.tokens, batch.mask_bytes(), batch.lengths, temperature, entropy, experts, batch.repeats
         targets = batch.target_ids if is_filled(batch, "target_ids") else None
         fields = self.module(*given, batch.pictures, targets, squares, kept)
         output = ModelOutput()
