@@ -76,7 +76,7 @@ def make_scorer(config: ModelConfig) -> Scorer:
 
 def run_pass(scorer: Scorer, packed: Any, micro_batch: Any) -> None:
     batch = collate(packed, micro_batch, DEVICE)
-    found = scorer(batch.tokens, batch.mask_on_host(), batch.lengths, 1.0, entropy=False)
+    found = scorer(batch.tokens, batch.mask_bytes(), batch.lengths, 1.0, entropy=False)
     (-(batch.token_weights() * found["logprobs"]).sum()).backward()
 
 

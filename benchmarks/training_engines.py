@@ -1,7 +1,8 @@
 """Tokens per second and memory of the training engines, against a bare PyTorch loop over the same passes.
 
     python benchmarks/training_engines.py [--shape 1.5B] [--sides bare deepspeed fsdp2] [--modes checkpointed plain]
-        [--offload none] [--samples 128] [--longest 2048] [--tokens 16384] [--steps 4] [--rounds 3] [--out FILE]
+        [--offload none] [--samples 128] [--longest 2048] [--tokens 16384] [--steps 4] [--rounds 3] [--stay]
+        [--out FILE]
 
 On one GPU in bfloat16, elsewhere in float32, without Ray; every side computes the same log-probs of the same packed
 passes by the same attention and head, and steps float32 weights with the same AdamW. `deepspeed` (ZeRO 2), `zero3`,
@@ -9,10 +10,12 @@ passes by the same attention and head, and steps float32 weights with the same A
 a loop over the module: float32 sums and weights, clipped by the same norm. --modes adds compiled layers: `compiled`,
 `compiled-checkpointed`. With --offload all, DeepSpeed runs at ZeRO 3, and bare keeps its moments on the host alone.
 
-Sides take turns, each in a process of its own: A B C, A B C, ... A ratio is of two medians of one round, and the table
-has the median over the rounds, their range, and the most memory: on a GPU of tensors (and with the allocator's cache),
-elsewhere of the process, libraries included. `processor` compares processor time: use it if other programs run too. The
-losses of all sides have to agree; otherwise the exit status is 1.
+Sides take turns, each in a process of its own: A B C, A B C, ... With --stay all of them start at once and keep their
+processes for one mode after the other, which takes less time where the device holds all sides together.
+
+A ratio is of two medians of one round, and the table has the median over the rounds, their range, and the most memory:
+on a GPU of tensors (and with the allocator's cache), elsewhere of the process, libraries included. `processor` compares
+processor time: use it if other programs run too. The losses of all sides have to agree; otherwise the exit status is 1.
 A model of 7B needs --shape 7B --modes checkpointed --offload moments --samples 32.
 """
 
@@ -21,9 +24,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, wait
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -66,7 +72,7 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Turn:
-    """What one process measures: one side, in all modes."""
+    """What one process measures: one side, in some modes."""
 
     model: str
     side: str
@@ -92,6 +98,8 @@ class Turn:
 class Engine:
     """A side that is Trueline's worker."""
 
+    compiled = False
+
     def __init__(self, turn: Turn, packed: Any, passes: Any) -> None:
         config = ModelConfig(path=turn.model, dtype=DTYPE)
         self.worker = Worker(WorkerSpec(config, turn.keys(), 0, 1, 1000, 0))
@@ -110,6 +118,8 @@ class Engine:
 
 class Bare:
     """A side that is a loop over the module."""
+
+    compiled = False
 
     def __init__(self, turn: Turn, packed: Any, passes: Any) -> None:
         self.scorer = make_scorer(ModelConfig(path=turn.model, dtype=DTYPE))
@@ -136,7 +146,7 @@ class Bare:
 
     def _add_gradients(self, micro_batch: Any) -> torch.Tensor:
         batch = collate(self.packed, micro_batch, DEVICE)
-        found = self.scorer(batch.tokens, batch.mask_on_host(), batch.lengths, 1.0, entropy=False)
+        found = self.scorer(batch.tokens, batch.mask_bytes(), batch.lengths, 1.0, entropy=False)
         loss = -(batch.token_weights() * found["logprobs"]).sum()
         loss.backward()
         if self.masters is not self.weights:
@@ -147,10 +157,16 @@ class Bare:
         return loss.detach()
 
 
+@lru_cache(maxsize=1)
+def open_side(turn: Turn) -> Engine | Bare:
+    """Return the side of this process, which later turns find as it is."""
+    samples, passes = turn.material()
+    return (Bare if turn.side == "bare" else Engine)(turn, pack_samples(samples), passes)
+
+
 def measure(turn: Turn) -> dict[str, Figures]:
     """Return seconds, memory and loss of every mode, measured in this process."""
-    samples, passes = turn.material()
-    side = (Bare if turn.side == "bare" else Engine)(turn, pack_samples(samples), passes)
+    side = open_side(replace(turn, modes=()))
     found: dict[str, Figures] = {}
     for mode in turn.modes:
         again, compiled = MODES[mode]
@@ -158,8 +174,9 @@ def measure(turn: Turn) -> dict[str, Figures]:
             side.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         else:
             side.model.gradient_checkpointing_disable()
-        if compiled and not any("compiled" in other for other in found):
+        if compiled and not side.compiled:
             side.compile()
+            side.compiled = True
         found[mode] = measure_steps(side.step, turn.steps)
     return found
 
@@ -192,21 +209,43 @@ def peak_gib() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**20
 
 
-def take_turn(turn: Turn) -> dict[str, Figures] | str:
-    """Measure in a fresh process, which has what a rank of this engine is started with; return why it failed."""
-    environment = rank_environment(turn.keys(), torch.cuda.device_count()) | QUIET
-    with patch.dict(os.environ, environment), ProcessPoolExecutor(1, get_context("spawn")) as process:
-        try:
-            return process.submit(measure, turn).result()
-        except RuntimeError as error:  # out of memory, and a process that was killed, are among these
-            return str(error).splitlines()[0]
+def start_process(turn: Turn) -> ProcessPoolExecutor:
+    """Start a process with what a rank of this engine is started with."""
+    process = ProcessPoolExecutor(1, get_context("spawn"))
+    with patch.dict(os.environ, rank_environment(turn.keys(), torch.cuda.device_count()) | QUIET):
+        process.submit(os.getpid)
+    return process
+
+
+def take_turn(turn: Turn, process: ProcessPoolExecutor) -> dict[str, Figures] | str:
+    """Measure in this process; return why it failed."""
+    try:
+        return process.submit(measure, turn).result()
+    except RuntimeError as error:  # out of memory, and a process that was killed, are among these
+        return str(error).splitlines()[0]
+
+
+def take_turns(turns: dict[str, Turn], rounds: int, stay: bool) -> Iterator[tuple[int, str, dict[str, Figures] | str]]:
+    """Return the round, the side, and its figures or why it failed; a side that has failed has no further turn."""
+    failed = set()
+    with ExitStack() as stack:
+        kept = {side: stack.enter_context(start_process(turn)) for side, turn in turns.items()} if stay else {}
+        modes = next(iter(turns.values())).modes
+        wait([process.submit(open_side, replace(turns[side], modes=())) for side, process in kept.items()])
+        for chosen, number, side in product([(one,) for one in modes] if stay else [modes], range(rounds), turns):
+            if side not in failed:
+                turn = replace(turns[side], modes=chosen)
+                with nullcontext(kept[side]) if stay else start_process(turn) as process:
+                    figures = take_turn(turn, process)
+                failed |= {side} if isinstance(figures, str) else set()
+                yield number, side, figures
 
 
 def summarize(mode: str, rounds: list[dict[str, Any]], tokens: int) -> dict[str, Figures]:
     """Return of each side tokens per second, its ratio to the bare loop with its range, memory and loss."""
     found = {}
     for side in rounds[0]:
-        turns = [one[side][mode] for one in rounds if mode in one[side]]
+        turns = [one[side][mode] for one in rounds if mode in one.get(side, {})]
         if turns:
             speeds = {
                 name: tokens / median(seconds for turn in turns for seconds in turn[times])
@@ -218,7 +257,11 @@ def summarize(mode: str, rounds: list[dict[str, Any]], tokens: int) -> dict[str,
 
 
 def ratios(mode: str, side: str, rounds: list[dict[str, Any]]) -> Figures:
-    both = [(one["bare"][mode], one[side][mode]) for one in rounds if mode in one[side] and mode in one.get("bare", {})]
+    both = [
+        (one["bare"][mode], one[side][mode])
+        for one in rounds
+        if all(mode in one.get(which, {}) for which in ("bare", side))
+    ]
     found: Figures = {}
     for name, times in {"ratio": "seconds", "processor": "processor"}.items():
         ordered = sorted(median(bare[times]) / median(own[times]) for bare, own in both)
@@ -259,26 +302,29 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=16384 if GPU else 1024)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stay", action="store_true")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    modes, rounds = tuple(mode for mode in MODES if mode in given.modes), []
-    facts, failed = {"commit": commit(), "machine": machine(), "shape": given.shape}, dict[str, str]()
+    modes, rounds = (
+        tuple(mode for mode in MODES if mode in given.modes),
+        [dict[str, Any]() for _ in range(given.rounds)],
+    )
+    facts: Figures = {"commit": commit(), "machine": machine(), "shape": given.shape}
+    failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), given.shape)
         sizes = (modes, given.offload, (given.samples, given.longest), given.tokens, given.steps)
-        for number in range(given.rounds):
-            rounds.append({})
-            for side in given.sides:
-                start, turn = time.monotonic(), Turn(folder, side, *sizes)
-                found = {} if side in failed else take_turn(turn)
-                failed |= {side: found} if isinstance(found, str) else {}
-                rounds[-1][side] = {} if isinstance(found, str) else found
-                print(f"round {number + 1} {side}: {failed.get(side, '')} {time.monotonic() - start:.0f} s", flush=True)
-    tokens = sum(one.length() for one in turn.material()[0])
-    found = {mode: summarize(mode, rounds, tokens) for mode in modes}
+        turns = {side: Turn(folder, side, *sizes) for side in given.sides}
+        facts["tokens"] = sum(one.length() for one in turns[given.sides[0]].material()[0])
+        start = time.monotonic()
+        for number, side, figures in take_turns(turns, given.rounds, given.stay):
+            failed |= {side: figures} if isinstance(figures, str) else {}
+            rounds[number].setdefault(side, {}).update({} if isinstance(figures, str) else figures)
+            print(f"{time.monotonic() - start:.0f} s, round {number + 1} {side}: {failed.get(side, '')}", flush=True)
+            found = {mode: summarize(mode, rounds, facts["tokens"]) for mode in modes}
+            write_result(given.out, {**facts, "failed": failed, "modes": found})
     for mode, sides in found.items():
         show(mode, sides)
-    write_result(given.out, {**facts, "tokens": tokens, "failed": failed, "modes": found})
     return int(bool(failed) or not all(map(agree, found.values())))
 
 

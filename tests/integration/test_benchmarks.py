@@ -70,7 +70,10 @@ TABLE: dict[str, list[Try]] = {
     "tables.py": [Try("--check")],
     "tool_turns.py": [Try("--episodes 4 --turns 3 --seconds 0 --processes 2", apart=True)],
     "train_throughput.py": [Try("--shape tiny --samples 4 --longest 96 --tokens 256 --steps 3", apart=True)],
-    "training_engines.py": [Try(f"{LEAST} --modes compiled plain checkpointed --offload moments", apart=True)],
+    "training_engines.py": [
+        Try(f"{LEAST} --modes compiled plain checkpointed --offload moments", apart=True),
+        Try(f"{LEAST} --modes plain checkpointed --sides bare fsdp2 --stay", apart=True),
+    ],
     "trl_grpo.py": [Try(HELP)],
     "trl_side.py": [Try(HELP)],
     "weight_sync.py": [Try("FOLDER --shape tiny --steps 3 runtime=local")],
