@@ -231,7 +231,7 @@ def take_turns(turns: dict[str, Turn], rounds: int, stay: bool) -> Iterator[tupl
     with ExitStack() as stack:
         kept = {side: stack.enter_context(start_process(turn)) for side, turn in turns.items()} if stay else {}
         modes = next(iter(turns.values())).modes
-        wait([process.submit(open_side, replace(turns[side], modes=())) for side, process in kept.items()])
+        wait([process.submit(measure, replace(turns[side], modes=())) for side, process in kept.items()])
         for chosen, number, side in product([(one,) for one in modes] if stay else [modes], range(rounds), turns):
             if side not in failed:
                 turn = replace(turns[side], modes=chosen)
