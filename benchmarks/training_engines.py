@@ -191,7 +191,9 @@ def measure_steps(step: Callable[[], float], steps: int) -> Figures:
         times.append((synchronized_time() - start[0], time.process_time() - start[1]))
     seconds, processor = zip(*times[WARM:], strict=True)
     reserved = {"reserved_gib": torch.cuda.max_memory_reserved() / 2**30} if GPU else {}
-    return {"seconds": seconds, "processor": processor, "gib": peak_gib(), "loss": losses[-1], **reserved}
+    found = {"seconds": seconds, "processor": processor, "gib": peak_gib(), "loss": losses[-1], **reserved}
+    forget_peak()  # gives other sides the memory that is free
+    return found
 
 
 def forget_peak() -> None:
