@@ -75,6 +75,11 @@ def make_samples(count: int, seed: int = 0, longest: int = 24, shared: int = 0, 
     return samples
 
 
+def as_bytes(mask: Tensor) -> bytes:
+    """Return a mask as models take it."""
+    return mask.bool().numpy().tobytes()
+
+
 def add_targets(samples: list[Sample], tokens: int = 5, seed: int = 0) -> None:
     """What a teacher finds likely in each place, and the rest; a sixth of the places have no teacher."""
     generator = torch.Generator().manual_seed(seed)

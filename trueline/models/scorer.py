@@ -80,7 +80,7 @@ class Scorer(nn.Module):
     ) -> Outputs:
         """Run over tokens on the model's device; those that repeat others are not computed."""
         count, seen, pictures, inputs = len(tokens), {}, pictures or [], tokens
-        mask = torch.frombuffer(bytearray(masked), dtype=torch.bool)
+        mask = torch.frombuffer(bytearray(memoryview(masked)), dtype=torch.bool)
         if self.vision is not None and not self.plain:
             inputs = self.vision.inputs(tokens, lengths)
             if not pictures:

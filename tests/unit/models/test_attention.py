@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.support.tiny import as_bytes
 from trueline.config.base import ConfigError
 from trueline.config.model import ModelConfig
 from trueline.data.batching import find_repeats
@@ -66,11 +67,11 @@ def make_model(kind: str, attention: str, **settings: Any) -> Any:
 
 
 def packed(model: Any) -> Tensor:
-    return Scorer(model, 7)(TOKENS, EVERY, LENGTHS, 1.0)["logprobs"]
+    return Scorer(model, 7)(TOKENS, as_bytes(EVERY), LENGTHS, 1.0)["logprobs"]
 
 
 def padded(model: Any) -> Tensor:
-    return Scorer(model, 7, packed=False)(TOKENS, EVERY, LENGTHS, 1.0)["logprobs"]
+    return Scorer(model, 7, packed=False)(TOKENS, as_bytes(EVERY), LENGTHS, 1.0)["logprobs"]
 
 
 def by_transformers(model: Any) -> Tensor:
@@ -94,9 +95,9 @@ def test_packed_is_padded_is_plain_transformers(kind: str) -> None:
 @torch.no_grad()
 def test_no_architecture_lets_neighbours_see_each_other(kind: str) -> None:
     scorer = Scorer(make_model(kind, NAME), 7)
-    before = scorer(TOKENS, EVERY, LENGTHS, 1.0)["logprobs"]
+    before = scorer(TOKENS, as_bytes(EVERY), LENGTHS, 1.0)["logprobs"]
     changed = torch.cat([(TOKENS[:11] + 5) % 90, TOKENS[11:]])
-    after = scorer(changed, EVERY, LENGTHS, 1.0)["logprobs"]
+    after = scorer(changed, as_bytes(EVERY), LENGTHS, 1.0)["logprobs"]
     assert torch.equal(after[11:], before[11:])
     assert not torch.equal(after[:11], before[:11])
 
@@ -146,7 +147,7 @@ REPEATS = find_repeats([row.numpy() for row in FAMILY])
 
 def outputs_and_gradients(model: Any, repeats: list[Repeat]) -> list[Tensor]:
     scorer = Scorer(model, 7)
-    found = scorer(torch.cat(FAMILY), LEARNT, FAMILY_LENGTHS, 0.8, repeats=repeats)
+    found = scorer(torch.cat(FAMILY), as_bytes(LEARNT), FAMILY_LENGTHS, 0.8, repeats=repeats)
     flow = torch.linspace(-1, 2, sum(FAMILY_LENGTHS))
     (flow * (found["logprobs"] + 0.3 * found["entropy"])).sum().backward()
     return [*found.values(), *(one.grad for one in model.parameters() if one.grad is not None)]
@@ -292,7 +293,7 @@ def test_neighbours_that_see_each_other_and_numbers_that_are_not_finite_are_noti
 
 def scorer_of(model: Any, *, packed: bool) -> Callable[[Tensor, list[int]], Tensor]:
     scorer = Scorer(model, 7, packed=packed)
-    return lambda tokens, lengths: scorer(tokens, torch.ones_like(tokens, dtype=torch.bool), lengths, 1.0)["logprobs"]
+    return lambda tokens, lengths: scorer(tokens, as_bytes(torch.ones_like(tokens)), lengths, 1.0)["logprobs"]
 
 
 @pytest.mark.parametrize("kind", ["falcon", "gptj", "mpt"])
@@ -318,7 +319,7 @@ def test_scores_of_packed_sequences_are_those_of_transformers(kind: str, head: s
         values = SHAPE | KINDS[kind] | {"num_labels": 2}
         config = transformers.AutoConfig.for_model(kind, **values)
         found.append(HEADS[head].from_config(config, attn_implementation=attention).eval())
-    scores = Scorer(found[0], 7)(TOKENS, EVERY, LENGTHS, 1.0)["scores"]
+    scores = Scorer(found[0], 7)(TOKENS, as_bytes(EVERY), LENGTHS, 1.0)["scores"]
     parts = [found[1](input_ids=part[None]).logits[0] for part in TOKENS.split(LENGTHS)]
     if head == "reward":
         torch.testing.assert_close(scores[torch.tensor(LENGTHS).cumsum(0) - 1], torch.stack(parts), **CLOSE)

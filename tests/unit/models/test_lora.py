@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from tests.support.architectures import make_model
-from tests.support.tiny import make_tiny_model
+from tests.support.tiny import as_bytes, make_tiny_model
 from trueline.config.base import ConfigError
 from trueline.config.model import LoraConfig, ModelConfig
 from trueline.models.loading import CLASSES, LABELS, load_model
@@ -186,7 +186,7 @@ def test_the_scorer_sees_adapters_in_packed_sequences(model_folder: Path) -> Non
     model = load_model(ModelConfig(path=str(model_folder)), torch.float32, packed=True)
     add_lora(model, LORA, "language", str(model_folder))
     model.load_state_dict(adapted(model_folder)[0].state_dict())
-    found = Scorer(model, 4)(TOKENS, torch.ones(8, dtype=torch.bool), [8], 1.0)["logprobs"]
+    found = Scorer(model, 4)(TOKENS, as_bytes(torch.ones(8)), [8], 1.0)["logprobs"]
     scores = logits(adapted(model_folder)[0])[:-1].log_softmax(-1).gather(-1, TOKENS[1:, None])[:, 0]
     torch.testing.assert_close(found[1:], scores, rtol=1e-4, atol=1e-4)
 
