@@ -1,4 +1,4 @@
-"""What the keys of FSDP2 change: when weights are gathered and gradients reduced, and never what is computed.
+"""What the keys of FSDP2 change: when weights are gathered or copied and gradients reduced, and never what is computed.
 
 Covers `trueline.training.engines.fsdp2_engine`.
 """
@@ -15,6 +15,7 @@ from tests.support.engines import ENGINES, FSDP2
 from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
+from trueline.config.base import Tree
 from trueline.config.model import ModelConfig, TrainingConfig
 from trueline.data.batching import pack_samples
 from trueline.training.report import LossSettings
@@ -22,10 +23,11 @@ from trueline.training.worker import Worker, WorkerSpec
 
 PASSES = 3  # of each rank
 NAMES = ("zero2", *FSDP2)
+FREED: dict[str, Tree] = {"fsdp2-freed": {"engine": "fsdp2", "fsdp2": {"reshard": True, "reduce_each_pass": True}}}
 
 
 def watch(patch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count how often FSDP2 gathers a group of weights and reduces one of gradients."""
+    """Count how often FSDP2 gathers a group of weights, or copies it on one rank, and reduces one of gradients."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
 
     calls: Counter[str] = Counter()
@@ -37,21 +39,30 @@ def watch(patch: pytest.MonkeyPatch) -> Counter[str]:
             return plain(*given, **named)
 
         patch.setattr(groups, name, counted)
+    show = groups.FSDPParamGroup._to_unsharded
+
+    def shown(group: Any) -> None:
+        calls["shown"] += 1
+        show(group)
+
+    patch.setattr(groups.FSDPParamGroup, "_to_unsharded", shown)
     return calls
 
 
-def train(rank: int, world: int, model: str) -> dict[str, tuple[Counter[str], list[np.ndarray], int]]:
+def train(
+    rank: int, world: int, model: str, names: tuple[str, ...] = NAMES
+) -> dict[str, tuple[Counter[str], list[np.ndarray], int]]:
     """Score, update and score again; count what happens in the update."""
     found = {}
     samples = make_samples(world * PASSES, seed=5)
     set_weights(samples, "token_mean", 0)
     mine = [[number] for number in range(rank, len(samples), world)]
-    for name in NAMES:
-        training = TrainingConfig.parse(ENGINES[name] | {"learning_rate": 1e-2})
+    for name in names:
+        training = TrainingConfig.parse((ENGINES | FREED)[name] | {"learning_rate": 1e-2})
         worker = started(Worker(WorkerSpec(ModelConfig(path=model, dtype="float32"), training, rank, world, 9, 0)))
         packed = pack_samples(samples)
         scores = [worker.score(packed, mine, 1.0)]
-        if name in FSDP2:  # half a step that is given up, as when a streamed gradient is proven, leaves no trace
+        if name != "zero2":  # half a step that is given up, as when a streamed gradient is proven, leaves no trace
             worker.accumulate(packed, mine, "sft", replace(LossSettings(), then="more"))
             assert worker.engine.discard()
         with pytest.MonkeyPatch.context() as patch:
@@ -77,7 +88,20 @@ def test_keys_move_exchanges_and_change_no_number(tmp_path: Path) -> None:
         }
         assert exchanges == {
             "fsdp2": (PASSES * (groups + layers), PASSES * groups),
-            "fsdp2-kept": (PASSES * groups, PASSES * groups),
+            "fsdp2-kept": (groups, PASSES * groups),
             "fsdp2-late": (PASSES * (groups + layers), groups),
-            "fsdp2-copies": (0, PASSES * groups),
+            "fsdp2-copies": (0, groups),
         }
+        assert found["fsdp2"][0]["shown"] == PASSES * (groups + layers)
+        assert found["fsdp2-copies"][0]["shown"] == groups
+
+
+def test_one_rank_copies_its_weights_and_reduces_gradients_once_a_step(tmp_path: Path) -> None:
+    model = str(make_tiny_model(tmp_path / "model", tied=False))
+    (found,) = run_ranks(train, 1, tmp_path / "ranks", model, ("zero2", "fsdp2", "fsdp2-freed"))
+    for name in ("fsdp2", "fsdp2-freed"):
+        for one, other in zip(found[name][1], found["zero2"][1], strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5, err_msg=name)
+    (plain, _, layers), (freed, _, _) = found["fsdp2"], found["fsdp2-freed"]
+    assert (plain["shown"], plain["foreach_reduce"]) == (layers + 1, layers + 1)
+    assert (freed["shown"], freed["foreach_reduce"]) == (PASSES * (2 * layers + 1), PASSES * (layers + 1))

@@ -116,10 +116,10 @@ class FrozenDeepSpeedConfig(DeepSpeedConfig):
 class FSDP2Config(Config):
     """Keys of engine=fsdp2."""
 
-    reshard: bool = True
-    """Free the gathered weights of a block after its forward pass, and gather them again for its backward pass."""
-    reduce_each_pass: bool = True
-    """Reduce gradients in every pass. false: only in a step's last one; every rank then adds up whole gradients."""
+    reshard: bool | None = None
+    """Free a block's weights after it computed, and gather them for its next pass. null: if ranks divide the model."""
+    reduce_each_pass: bool | None = None
+    """Reduce gradients in every pass; false: in a step's last one, in full on every rank. null: as reshard's null."""
 
 
 class RanksConfig(Config):

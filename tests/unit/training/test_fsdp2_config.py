@@ -35,17 +35,20 @@ def test_models_that_only_score_are_whole_unless_a_key_divides_them() -> None:
         # Whole gradients until the last pass.
         ({"fsdp2": {"reduce_each_pass": False}}, "float32", 20 + 2 * 4 + 2 * 4 + 100),
         ({"fsdp2": {"reduce_each_pass": False}}, "bfloat16", 20 + 2 * 4 + 2 * 3 * 4 + 2 * 100),
-        ({"replicas": 4}, "float32", 0),
+        # Four copies, each whole on its rank: it keeps what it computes with, and gradients once.
+        ({"replicas": 4}, "float32", 100 + 2 * 4),
     ],
 )
 def test_what_is_gathered_counts_in_elements_of_the_compute_type(keys: Tree, dtype: str, expected: float) -> None:
     assert working(TrainingConfig.parse(FSDP2 | keys), dtype, SIZES) == expected
 
 
-def test_one_rank_casts_blocks_and_gathers_nothing() -> None:
+def test_one_rank_keeps_a_copy_of_its_weights_for_a_step_unless_a_key_frees_it() -> None:
     alone = Sizes(100, 20, 20, 1)
-    assert working(TrainingConfig.parse(FSDP2), "float32", alone) == 0
-    assert working(TrainingConfig.parse(FSDP2), "bfloat16", alone) == 20 + 2 * 4 + 2 * 3 * 4
+    freed = TrainingConfig.parse(FSDP2 | {"fsdp2": {"reshard": True}})
+    for dtype, gradients in (("float32", 2 * 4), ("bfloat16", 2 * 3 * 4)):
+        assert working(TrainingConfig.parse(FSDP2), dtype, alone) == 100 + gradients
+        assert working(freed, dtype, alone) == 20 + 2 * 4 + gradients
 
 
 def test_replicas_must_divide_the_ranks_that_share_a_model() -> None:

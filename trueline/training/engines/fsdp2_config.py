@@ -12,6 +12,15 @@ def copies(ranks: RanksConfig, alike: int) -> int:
     return ranks.replicas or (1 if isinstance(ranks, TrainingConfig) else alike)
 
 
+def reshards(ranks: RanksConfig, shards: int) -> bool:
+    """Return whether weights in the compute type are freed after every pass of a block, or once a step."""
+    return shards > 1 if ranks.fsdp2.reshard is None else ranks.fsdp2.reshard
+
+
+def reduces_each_pass(ranks: RanksConfig, shards: int) -> bool:
+    return shards > 1 if ranks.fsdp2.reduce_each_pass is None else ranks.fsdp2.reduce_each_pass
+
+
 def division(ranks: RanksConfig, dtype: str, alike: int) -> Division:
     shards, trained = alike // copies(ranks, alike), isinstance(ranks, TrainingConfig)
     return Division(shards, shards, shards, casts=trained and dtype == "bfloat16")
@@ -19,14 +28,12 @@ def division(ranks: RanksConfig, dtype: str, alike: int) -> Division:
 
 def working(ranks: TrainingConfig, dtype: str, sizes: Sizes) -> float:
     """Return the elements of gathered weights, and of gradients that are not sharded yet."""
-    blocks = AT_ONCE if ranks.fsdp2.reshard else sizes.blocks
     casts = 1 if dtype == "bfloat16" else 0
     shards = sizes.alike // copies(ranks, sizes.alike)
-    if shards == 1 and not casts:  # layers compute with what the optimizer steps
-        return 0.0
+    blocks = AT_ONCE if reshards(ranks, shards) else sizes.blocks
     gathered = sizes.tables + blocks * sizes.block()
     fresh = AT_ONCE * (1 + 2 * casts) * sizes.block()  # gradients of blocks, in both types while they are reduced
-    sums = 0.0 if ranks.fsdp2.reduce_each_pass or shards == 1 else (1 + casts) * sizes.model
+    sums = 0.0 if reduces_each_pass(ranks, shards) or shards == 1 else (1 + casts) * sizes.model
     return gathered + fresh + sums
 
 

@@ -22,7 +22,7 @@ from trueline.models.scorer import Scorer, hf_name
 from trueline.models.truncation import Truncation
 from trueline.training.engines import optimizer as optimizers
 from trueline.training.engines.engine import Chosen, TensorState, TrainEngine
-from trueline.training.engines.fsdp2_config import copies
+from trueline.training.engines.fsdp2_config import copies, reduces_each_pass, reshards
 from trueline.training.engines.shards import Region, Shard
 from trueline.training.engines.tensor_cuts import PARTIAL, Cuts, layer_styles
 from trueline.training.worker import WorkerSpec
@@ -88,6 +88,8 @@ class FSDP2Engine(TrainEngine):
     def __init__(self, module: Scorer, spec: WorkerSpec, device: torch.device) -> None:
         self.config, self.total_steps, self.device = spec.ranks, spec.total_steps, device
         self.ranks, self.dtype = Ranks.of(spec), DTYPES[spec.model.dtype]
+        self.reshards = reshards(spec.ranks, self.ranks.shards)
+        self.reduces_each_pass = reduces_each_pass(spec.ranks, self.ranks.shards)
         places = self.ranks.replicas, self.ranks.shards, self.ranks.tensors
         self.mesh = init_device_mesh(device.type, places, mesh_dim_names=("replica", "shard", "tensor"))
         self.cuts, self.partial = split_layers(module.model, self.mesh["tensor"])
@@ -115,8 +117,7 @@ class FSDP2Engine(TrainEngine):
         }
         for one in [*blocks_of(module), module]:
             own = take_out_rows(one, quantized)
-            reshard = self.config.fsdp2.reshard if one is not module else False
-            fully_shard(one, reshard_after_forward=reshard, **settings)
+            fully_shard(one, reshard_after_forward=self.reshards and one is not module, **settings)
             self._fill(one, own)
         for one in fsdp_modules(module):
             one.set_gradient_divide_factor(1.0)  # a loss is a sum over all ranks
@@ -161,8 +162,9 @@ class FSDP2Engine(TrainEngine):
         return output
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        self.module.set_requires_gradient_sync(last or self.config.fsdp2.reduce_each_pass)
+        self.module.set_requires_gradient_sync(last or self.reduces_each_pass)
         self.module.set_requires_all_reduce(last)
+        self.module.set_reshard_after_backward(last or self.reshards)
         loss.backward()
         for name in self.partial if last else ():
             if (gradient := self.named[name].grad) is not None:
