@@ -16,7 +16,7 @@ from tests.support.ranks import run_ranks, started
 from tests.support.tiny import make_samples, make_tiny_model
 from trueline.algorithms.loss_aggregation import set_weights
 from trueline.config.base import Tree
-from trueline.config.model import ModelConfig, TrainingConfig
+from trueline.config.model import FrozenConfig, ModelConfig, TrainingConfig
 from trueline.data.batching import pack_samples
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec
@@ -71,6 +71,27 @@ def train(
         scores += [worker.score(packed, mine, 1.0), np.array(norm)]
         found[name] = calls, scores, len(worker.model.get_decoder().layers)
     return found
+
+
+def score_in_bfloat16(rank: int, world: int, model: str) -> dict[str, tuple[set[str], np.ndarray]]:
+    """Start a reference with each engine, which compares it with plain Transformers, and score."""
+    found, packed = {}, pack_samples(make_samples(world, seed=5))
+    for engine in ("deepspeed", "fsdp2"):
+        spec = WorkerSpec(ModelConfig(path=model, dtype="bfloat16"), FrozenConfig(engine=engine), rank, world, 9, 0)
+        worker = started(Worker(spec))
+        kept = {str(one.dtype) for one in worker.model.parameters()}
+        found[engine] = kept, worker.score(packed, [[rank]], 1.0)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_model_that_only_scores_keeps_its_type(world: int, tmp_path: Path) -> None:
+    """It has no master weights: in float32 it would need twice the memory and would not be the model that was read."""
+    model = str(make_tiny_model(tmp_path / "model", tied=False))
+    for found in run_ranks(score_in_bfloat16, world, tmp_path / "ranks", model):
+        (_, expected), (kept, scores) = found["deepspeed"], found["fsdp2"]
+        assert kept == {"torch.bfloat16"}
+        np.testing.assert_array_equal(scores, expected)
 
 
 def test_keys_move_exchanges_and_change_no_number(tmp_path: Path) -> None:

@@ -377,16 +377,34 @@ def test_an_archive_that_would_run_code_is_refused(home: Path, capsys: Screen) -
 # Ranks in processes
 
 
+def start(home: Path, *words: str) -> str:
+    """Run a command in a process of its own."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "trueline.cli", *words]
+    ended = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
 @pytest.mark.slow
 def test_steps_of_two_ranks_are_replayed_in_one_process(home: Path, capsys: Screen) -> None:
     """Eight steps through Ray; one process computes them from the base model, and an archive has all of them."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "PYTHONUNBUFFERED": "1"}
     words = ["training.ranks=2", "rollout.engine=hf", "steps=8", "minibatches=2", "checkpoint.every=4", "--name", "ray"]
-    command = [sys.executable, "-m", "trueline.cli", *WORDS, *words]
-    ended = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    start(home, *WORDS, *words)
     found = replayed(capsys, "ray", "--steps", "1-5")
     assert len(found) == 5 and all(step["agrees"] and gap(step) < 1e-5 for step in found)
     assert main(["replay", "ray", "--steps", "1-8", "--pack", "bug.zip"]) == 0
     assert Path("bug.zip").stat().st_size < 20 * 2**20
     assert all(step["agrees"] for step in replayed(capsys, "bug.zip", "--steps", "1-8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("verb", "engine", "ranks"), [("grpo", "fsdp2", 1), ("ppo", "deepspeed", 2)])
+def test_steps_in_bfloat16_have_float32_masters_in_one_process(home: Path, verb: str, engine: str, ranks: int) -> None:
+    """One rank of FSDP2 gives the same bits; several ranks of DeepSpeed add gradients up in bfloat16."""
+    layout = [f"{model}.{key}" for model in ("training", "critic") for key in (f"engine={engine}", f"ranks={ranks}")]
+    words = ["model.dtype=bfloat16", "rollout.engine=hf", "steps=3", "minibatches=2", "checkpoint.every=2"]
+    start(home, verb, *WORDS[1:], *words, *layout, "algorithm.kl.coefficient=0.01", "--name", "half")
+    found = json.loads(start(home, "replay", "half", "--steps", "1-3", "--json"))
+    assert len(found) == 3 and all(step["agrees"] and step["logged"]["grad_norm"] for step in found)
+    assert ranks == 2 or all(gap(step) == gap(step, "grad_norm") == step["tokens"]["largest"] == 0 for step in found)

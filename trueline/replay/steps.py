@@ -32,14 +32,6 @@ from trueline.training.worker import Worker, worker_target
 
 POLICY, VALUE = "policy", "value"  # losses of updates, each of its own model
 FOLDERS = {POLICY: "", VALUE: CRITIC}  # inside a checkpoint
-ONE = {"engine": "torch", "ranks": 1, "compile": False}
-HERE: Tree = {  # the layout of one process; other keys of a layout are without effect there
-    "runtime": "local",
-    "model": {"context_parallel": 1, "tensor_parallel": 1},
-    "training": ONE,
-    "critic": ONE,
-    "rollout": {"engine": "hf", "workers": None},
-}
 TRUST = "read it, and add --trust-code to run it on this machine"
 Models = dict[str, ModelGroup]  # by their losses
 
@@ -92,8 +84,10 @@ class RecordedRun:
 
     def config(self, kept: KeptStep) -> RLConfig:
         """Return the configuration of a step, in one process unless the given keys name a layout."""
-        tree = self.places(kept.config)
-        config = RLConfig.parse(merge(tree if self.keys.get("runtime") == "ray" else merge(tree, HERE), self.keys))
+        tree = merge(self.places(kept.config), self.keys)
+        if self.keys.get("runtime") != "ray":
+            tree = merge(merge(tree, one_process(tree["model"]["dtype"])), self.keys)
+        config = RLConfig.parse(tree)
         if config.runtime == "local" and (config.training.ranks or 1) > 1:
             raise ConfigError(f"training.ranks={config.training.ranks} needs processes: add runtime=ray")
         if config.model.lora.dropout:
@@ -127,6 +121,15 @@ class RecordedRun:
                 kept = self.open(one)
                 play(models, kept, self.config(kept), self.keys)
             yield models
+
+
+def one_process(dtype: str) -> Tree:
+    """Return the layout of one process; other keys of a layout are without effect there."""
+    engine = "torch" if dtype == "float32" else "fsdp2"  # which has float32 master weights
+    one = {"engine": engine, "ranks": 1, "compile": False}
+    model = {"context_parallel": 1, "tensor_parallel": 1}
+    rollout = {"engine": "hf", "workers": None}
+    return {"runtime": "local", "model": model, "training": one, "critic": one, "rollout": rollout}
 
 
 def missing(kept: list[int], start: int, step: int) -> list[int]:

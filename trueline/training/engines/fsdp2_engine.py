@@ -106,6 +106,8 @@ class FSDP2Engine(TrainEngine):
     def _fully_shard(self, module: Scorer) -> Scorer:
         """Shard every block, then the rest; a whole model is cast and moved block by block."""
         trained, offloads = isinstance(self.config, TrainingConfig), self.config.offload == "all"
+        if not trained:
+            module.requires_grad_(False)  # what no optimizer steps stays in the type that it computes in
         quantized = {one for one in module.parameters() if not one.is_floating_point()}
         settings: dict[str, Any] = {
             "mesh": self.mesh["replica", "shard"] if self.ranks.replicas > 1 else self.mesh["shard"],
