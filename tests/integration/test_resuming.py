@@ -310,7 +310,8 @@ def test_a_full_disk_costs_what_was_not_written_and_not_the_run(home: Path, verb
     assert f"mine {total}/{total}" in said
     steps = steps_of(home / "runs" / "mine" / "metrics.jsonl")
     first = 0 if verb == "grpo" else 1
-    assert steps == list(range(first, first + len(steps))) and 1 < len(steps) < total
+    assert steps[0] == first and steps == sorted(set(steps))  # a shorter row may find room after a longer one did not
+    assert 1 < len(steps) < total
     for name in ("metrics.jsonl", "tensorboard"):
         assert said.count(f"warning: {name} cannot be written ([Errno 27] File too large)") == 1
     lost = total + 1 - first - len(steps)

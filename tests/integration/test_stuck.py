@@ -186,7 +186,7 @@ def test_a_whole_run_explains_itself_and_goes_on(
     """The reward of a run hangs; its report comes, another terminal is told the same, and the run comes to its end."""
     (tmp_path / "reward.py").write_text(HANGING)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "2+2="}\n' * 4)
-    run, report, asked = tmp_path / "run", Watch._report, []
+    run, report, asked, terminals = tmp_path / "run", Watch._report, [], []
 
     def ask() -> None:
         command = [sys.executable, "-m", "trueline.cli", "explain", str(run)]
@@ -195,7 +195,8 @@ def test_a_whole_run_explains_itself_and_goes_on(
 
     def release(watch: Watch, text: str) -> None:
         report(watch, text)
-        threading.Thread(target=ask).start()
+        terminals.append(threading.Thread(target=ask))
+        terminals[-1].start()
 
     monkeypatch.setattr(Watch, "_report", release)
     words = ["--model", str(model_folder), "--data", f"{tmp_path}/prompts.jsonl", "--name", "run", f"folder={tmp_path}"]
@@ -208,6 +209,8 @@ def test_a_whole_run_explains_itself_and_goes_on(
         "monitoring.doctor=false",
     ]
     assert main(["grpo", *words]) == 0
+    for terminal in terminals:  # of a later report, on a slow machine, too
+        terminal.join()
     said = (run / "logs" / "stuck-1.txt").read_text()
     for text in (said, asked[0]):
         assert text.startswith("reward `reward` has not answered for ")
