@@ -45,7 +45,9 @@ def test_a_script_is_valid_bash(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", sorted(FOLDER.parent.glob("*/*.sh")), ids=lambda file: f"{file.parent.name}-{file.stem}"
+    "file",
+    sorted([*FOLDER.parent.glob("*/*.sh"), *(FOLDER.parents[1] / "scripts").iterdir()]),
+    ids=lambda file: f"{file.parent.name}-{file.stem}",
 )
 def test_a_script_pleases_shellcheck(file: Path) -> None:
     checker = Path(sys.executable).with_name("shellcheck")

