@@ -12,6 +12,8 @@ os.environ.update(
 )
 
 import gc
+import sys
+from contextlib import redirect_stdout
 from typing import ClassVar
 from unittest.mock import patch
 
@@ -39,7 +41,11 @@ class EngineHere(VllmEngine):
     def __init__(self, spec: EngineSpec) -> None:
         options = vllm_engine.on_cpu_options(spec) | {"num_gpu_blocks_override": BLOCKS}
         kept = patch.object(torch, "set_num_threads", torch.set_num_threads)  # which vLLM's worker makes do nothing
-        with kept, patch.object(vllm_engine, "on_cpu_options", lambda spec: options), patch.object(Base, *LEFT_ALONE):
+        given, left_alone = (
+            patch.object(vllm_engine, "on_cpu_options", lambda spec: options),
+            patch.object(Base, *LEFT_ALONE),
+        )
+        with kept, given, left_alone, redirect_stdout(sys.__stdout__):  # some versions of vLLM redirect its descriptor
             super().__init__(spec)
         self.made.append(self)
 
