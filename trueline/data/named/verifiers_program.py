@@ -1,0 +1,149 @@
+"""Runs in the interpreter that has verifiers, and imports nothing of ours: writes rows, or plays episodes.
+
+`PYTHON verifiers_program.py rows|play NAME ARGUMENTS`. Everything travels as JSON lines over standard input and output.
+"""
+
+import asyncio
+import contextlib
+import importlib.util
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+Row = dict[str, Any]
+MODEL = "policy"
+NO_RETRIES = 0  # the policy's endpoint replies or the episode has failed
+
+
+class Classic:
+    """An environment of verifiers up to 0.3, whose package has `load_environment`; its rows are its dataset's."""
+
+    def __init__(self, name: str, arguments: Row) -> None:
+        import verifiers  # noqa: PLC0415  (only this class needs it)
+
+        self.environment = verifiers.load_environment(name, **arguments)
+
+    def rows(self, split: str) -> Iterator[Row]:
+        dataset = self.environment.get_eval_dataset() if split == "eval" else self.environment.get_dataset()
+        yield from (dict(row) for row in dataset)
+
+    async def play(self, values: Row, url: str, key_variable: str) -> Row:
+        from verifiers.types import ClientConfig  # noqa: PLC0415
+
+        given = {name: values[name] for name in ("answer", "info", "task") if values.get(name) is not None}
+        row = {"answer": values.get("label") or "", "example_id": 0, **given, "prompt": values["messages"]}
+        row["example_id"] = values.get("example_id") or 0
+        client = ClientConfig(api_base_url=url, api_key_var=key_variable, max_retries=NO_RETRIES)
+        found = await self.environment.run_rollout(row, client, MODEL, {})
+        return {"reward": found["reward"], "metrics": found.get("metrics") or {}, "error": text_of(found.get("error"))}
+
+
+class Current:
+    """An environment of verifiers from 0.4 on: a taskset that agents play; a row names its task by number."""
+
+    def __init__(self, name: str, arguments: Row) -> None:
+        import verifiers.v1 as verifiers  # noqa: PLC0415  (only this class needs it)
+
+        # Unless the run says otherwise, a chat without a shell, here: others run the model's commands on this machine.
+        agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, **arguments.pop("agent", {})}
+        taskset = {"id": name, **arguments.pop("taskset", {})}
+        config = verifiers.resolve_env_config({"taskset": taskset, "agent": agent, **arguments})
+        self.verifiers, self.environment = verifiers, verifiers.load_environment(config)
+        self.serving = contextlib.AsyncExitStack()
+        self.opening = asyncio.Lock()
+        self.is_open = False
+
+    def rows(self, split: str) -> Iterator[Row]:
+        for number, task in enumerate(self.environment.taskset):
+            yield {"prompt": task.data.prompt_text or f"task {number}", "task": number}
+
+    async def play(self, values: Row, url: str, key_variable: str) -> Row:
+        async with self.opening:
+            if not self.is_open:
+                await self.serving.enter_async_context(self.environment.serving())
+                self.is_open = True
+        number = int(values["task"])
+        task = next(itertools.islice(self.environment.taskset, number, None))
+        client = self.verifiers.EvalClientConfig(base_url=url, api_key_var=key_variable)
+        context = self.verifiers.ModelContext(model=MODEL, client=client)
+        episode = await self.environment.run_slot(self.environment.slots(task)[0], context)
+        traces = episode.traces
+        errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
+        unscored = [name for trace in traces for name, reward in trace.rewards.items() if reward is None]
+        error = text_of(errors[-1]) if errors else f"{unscored[0]} was not scored" if unscored else ""
+        return {
+            "reward": sum(trace.reward for trace in traces),
+            "metrics": {name: value for trace in traces for name, value in trace.metrics.items() if value is not None},
+            "error": error or ("" if episode.ok else "the episode failed without an error"),
+        }
+
+
+def text_of(error: Any) -> str:
+    """Return the text of what verifiers reports as an error: nothing, a text, a dict or an object."""
+    if not error:
+        return ""
+    return str(error.get("message") or error) if isinstance(error, dict) else str(error)
+
+
+def load(name: str, arguments: Row) -> Any:
+    is_classic = importlib.util.find_spec("verifiers.types") is not None
+    return (Classic if is_classic else Current)(name, arguments)
+
+
+class Player:
+    """Plays the episodes that it is sent, many at a time, and writes a line about each."""
+
+    def __init__(self, environment: Any, lines: TextIO) -> None:
+        self.environment, self.lines = environment, lines
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    def write(self, **line: Any) -> None:
+        self.lines.write(json.dumps(line, default=str) + "\n")
+        self.lines.flush()
+
+    async def play(self, episode: str, values: Row, url: str, key: str) -> None:
+        variable = f"TRUELINE_KEY_{episode}"  # verifiers reads a key from the variable that a client's config names
+        os.environ[variable] = key
+        try:
+            self.write(episode=episode, **await self.environment.play(values, url, variable))
+        except Exception as error:  # noqa: BLE001  (the boundary where an environment's code runs)
+            self.write(episode=episode, error=f"{type(error).__name__}: {error}")
+        finally:
+            del os.environ[variable]
+            self.tasks.pop(episode, None)
+
+    def begin(self, line: str) -> None:
+        request = json.loads(line)
+        if "values" in request:
+            self.tasks[request["episode"]] = asyncio.create_task(self.play(**request))
+        elif task := self.tasks.get(request["episode"]):
+            task.cancel()
+
+    async def serve(self) -> None:
+        self.write(ready=True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            self.begin(line)
+
+
+def main(mode: str, name: str, arguments: str, split: str = "train") -> None:
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no line of ours
+    sys.path.insert(0, os.getcwd())
+    try:
+        environment = load(name, json.loads(arguments))
+        rows = environment.rows(split) if mode == "rows" else iter(())
+        player = Player(environment, lines)
+        for row in rows:
+            player.write(row=row)
+    except Exception as error:  # noqa: BLE001  (the boundary where an environment's code runs)
+        Player(None, lines).write(failed=f"{type(error).__name__}: {error}")
+        return
+    if mode == "play":
+        asyncio.run(player.serve())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
