@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from trueline.data.messages import Message, content_of
-from trueline.environments.hosted import StepCode
+from trueline.environments.hosted import StepCode, end_with
 from trueline.usercode.failures import NoSuchFunction
 
 HOST = "127.0.0.1"
@@ -180,11 +181,13 @@ def start_server(target: str, python: str) -> EnvServer:
         except OSError as error:
             raise NoSuchFunction(f"environment.python={python} cannot be started: {error}") from None
     try:
-        return read_server(f"http://{HOST}:{port}")
+        server = read_server(f"http://{HOST}:{port}")
     except NoSuchFunction as failure:
         process.kill()
         remedy = "name the Python that has the environment's package as environment.python"
         raise NoSuchFunction(f"`{' '.join(command[:4])}` does not serve it: {failure}; {remedy}") from None
+    threading.Thread(target=end_with, args=[process], daemon=True).start()
+    return server
 
 
 def read_server(address: str) -> EnvServer:

@@ -2,16 +2,14 @@
 
 import asyncio
 import json
-import os
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 from trueline.data.named.verifiers_rows import program
-from trueline.environments.hosted import Values, number_of
+from trueline.environments.hosted import Values, end_with, number_of
 from trueline.usercode.failures import NoSuchFunction
 
 Line = dict[str, Any]
@@ -69,9 +67,7 @@ class VerifiersCode:
         for line in map(json.loads, self.process.stdout):
             if reply := self.playing.get(line["episode"]):
                 reply.get_loop().call_soon_threadsafe(settle, reply, line)
-        # The run knows what to do with the episodes of a process that ends.
-        sys.stderr.write(f"the interpreter of verifiers ended with status {self.process.wait()}\n")
-        os._exit(1)
+        end_with(self.process)
 
 
 def settle(reply: "asyncio.Future[Line]", line: Line) -> None:

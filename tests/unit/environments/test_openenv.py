@@ -29,7 +29,7 @@ NUMBER = "9"  # the one of seed 5
 
 @pytest.fixture
 def stage(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    places = [ROOT / "tests" / "support" / "worlds", *([] if PYTHON else [ROOT / "tests" / "support" / "standins"])]
+    places = [ROOT / "tests" / "support" / "worlds", *([] if PYTHON else [ROOT / "tests" / "support" / "standins" / "server"])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [ROOT, *places])))
     monkeypatch.setenv("CLOSED", str(tmp_path / "closed"))
     yield Stage(tmp_path, tokenizer)

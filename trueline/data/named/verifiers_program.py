@@ -8,14 +8,25 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, TextIO
 
 Row = dict[str, Any]
 MODEL = "policy"
 NO_RETRIES = 0  # the policy's endpoint replies or the episode has failed
+FAILURES: ContextVar[list[str]] = ContextVar("FAILURES")  # of the rubric, in this episode
+
+
+class RubricFailures(logging.Handler):
+    """Keeps the errors that rubrics log: a reward function that raised an exception counts as 0 there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if ".rubrics." in record.name:
+            FAILURES.get([]).append(record.getMessage())
 
 
 class Classic:
@@ -25,6 +36,7 @@ class Classic:
         import verifiers  # noqa: PLC0415  (only this class needs it)
 
         self.environment = verifiers.load_environment(name, **arguments)
+        logging.getLogger("verifiers").addHandler(RubricFailures(logging.ERROR))
 
     def rows(self, split: str) -> Iterator[Row]:
         dataset = self.environment.get_eval_dataset() if split == "eval" else self.environment.get_dataset()
@@ -34,11 +46,14 @@ class Classic:
         from verifiers.types import ClientConfig  # noqa: PLC0415
 
         given = {name: values[name] for name in ("answer", "info", "task") if values.get(name) is not None}
-        row = {"answer": values.get("label") or "", "example_id": 0, **given, "prompt": values["messages"]}
-        row["example_id"] = values.get("example_id") or 0
+        number = values.get("example_id") or 0
+        row = {"answer": values.get("label") or "", **given, "example_id": number, "prompt": values["messages"]}
         client = ClientConfig(api_base_url=url, api_key_var=key_variable, max_retries=NO_RETRIES)
+        FAILURES.set(failures := [])
         found = await self.environment.run_rollout(row, client, MODEL, {})
-        return {"reward": found["reward"], "metrics": found.get("metrics") or {}, "error": text_of(found.get("error"))}
+        error = found.get("error") or "; ".join(failures)
+        error = error if isinstance(error, str) else f"{error['error']}: {error['error_chain_str']}"
+        return {"reward": found["reward"], "metrics": found.get("metrics") or {}, "error": error}
 
 
 class Current:
@@ -47,8 +62,13 @@ class Current:
     def __init__(self, name: str, arguments: Row) -> None:
         import verifiers.v1 as verifiers  # noqa: PLC0415  (only this class needs it)
 
-        # Unless the run says otherwise, a chat without a shell, here: others run the model's commands on this machine.
-        agent = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}, **arguments.pop("agent", {})}
+        # On this machine, a chat instead of a shell, which would run the model's commands here.
+        harness = verifiers.default_harness_id(name)
+        agent = {
+            "harness": {"id": "null" if harness == "bash" else harness},
+            "runtime": {"type": "subprocess"},
+            **arguments.pop("agent", {}),
+        }
         taskset = {"id": name, **arguments.pop("taskset", {})}
         config = verifiers.resolve_env_config({"taskset": taskset, "agent": agent, **arguments})
         self.verifiers, self.environment = verifiers, verifiers.load_environment(config)
@@ -58,34 +78,25 @@ class Current:
 
     def rows(self, split: str) -> Iterator[Row]:
         for number, task in enumerate(self.environment.taskset):
-            yield {"prompt": task.data.prompt_text or f"task {number}", "task": number}
+            yield {"prompt": task.data.prompt_text or f"task {number}", "task_index": number}
 
     async def play(self, values: Row, url: str, key_variable: str) -> Row:
         async with self.opening:
             if not self.is_open:
                 await self.serving.enter_async_context(self.environment.serving())
                 self.is_open = True
-        number = int(values["task"])
+        number = int(values["task_index"])
         task = next(itertools.islice(self.environment.taskset, number, None))
         client = self.verifiers.EvalClientConfig(base_url=url, api_key_var=key_variable)
         context = self.verifiers.ModelContext(model=MODEL, client=client)
         episode = await self.environment.run_slot(self.environment.slots(task)[0], context)
         traces = episode.traces
-        errors = [*episode.errors, *(error for trace in traces for error in trace.errors)]
-        unscored = [name for trace in traces for name, reward in trace.rewards.items() if reward is None]
-        error = text_of(errors[-1]) if errors else f"{unscored[0]} was not scored" if unscored else ""
+        errors = [] if episode.ok else [*episode.errors, *(error for trace in traces for error in trace.errors)]
         return {
-            "reward": sum(trace.reward for trace in traces),
+            "reward": sum(trace.reward for trace in traces) if any(trace.rewards for trace in traces) else None,
             "metrics": {name: value for trace in traces for name, value in trace.metrics.items() if value is not None},
-            "error": error or ("" if episode.ok else "the episode failed without an error"),
+            "error": f"{errors[-1].type}: {errors[-1].message}" if errors else "" if episode.ok else "it is not ok",
         }
-
-
-def text_of(error: Any) -> str:
-    """Return the text of what verifiers reports as an error: nothing, a text, a dict or an object."""
-    if not error:
-        return ""
-    return str(error.get("message") or error) if isinstance(error, dict) else str(error)
 
 
 def load(name: str, arguments: Row) -> Any:
