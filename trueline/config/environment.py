@@ -19,7 +19,7 @@ class EnvironmentConfig(Config):
     """file.py:Class with `reset` and `step`, file.py:function `run(policy, prompt)` that plays an episode, openenv:URL,
     openenv:NAME or verifiers:NAME."""
     python: str = ""
-    """The Python of another virtual environment, which has the environment that verifiers:NAME or openenv:NAME names."""
+    """The Python of the virtual environment that has what verifiers:NAME or openenv:NAME names."""
     agent: str = ""
     """file.py:main(prompt, client), or a command that calls OPENAI_BASE_URL: an agent that needs no changes."""
     tools: list[str] = []

@@ -118,8 +118,7 @@ class OpenEnv:
             case {"type": "observation", "data": {"observation": dict() as observation, **rest}}:
                 return {"observation": observation, "reward": rest.get("reward"), "done": bool(rest.get("done"))}
             case {"type": "error", "data": {"code": "VALIDATION_ERROR", **rest}} if kind == "step":
-                problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in rest.get("errors", [])]
-                raise BadAction("; ".join(problems) or "this is no action of the environment")
+                raise BadAction(describe_problems(rest) or "this is no action of the environment")
             case {"type": "error", "data": {"code": "CAPACITY_REACHED", **rest}}:
                 remedy = "raise its max_concurrent_envs, or lower environment.processes and episodes_per_process"
                 raise OpenEnvFailure(f"{place} has no room for another session: {rest.get('message')}: {remedy}")
@@ -137,6 +136,11 @@ class OpenEnv:
                     await self.session.send('{"type": "close"}')
                     await self.session.wait_closed()
             await self.session.close()
+
+
+def describe_problems(about: dict[Any, Any]) -> str:
+    """Return what pydantic found wrong with an action."""
+    return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in about.get("errors", []))
 
 
 class OpenEnvCode(StepCode):

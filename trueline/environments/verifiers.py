@@ -36,9 +36,9 @@ class VerifiersCode:
         command = program(python, "play", self.name, self.options)
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        first = json.loads(self.process.stdout.readline() or '{"failed": "the program ended"}')
-        if "failed" in first:
-            raise NoSuchFunction(f"verifiers cannot load it: {first['failed']}; install it for {python}")
+        first = json.loads(self.process.stdout.readline() or '{"error": "the program ended"}')
+        if "error" in first:
+            raise NoSuchFunction(f"verifiers cannot load it: {first['error']}; install it for {python}")
         threading.Thread(target=self._read, daemon=True).start()
         return {"plays": "itself", "required": []}
 
@@ -48,7 +48,9 @@ class VerifiersCode:
         line = await reply
         if line.get("error"):
             raise VerifiersFailure(line["error"])
-        metrics = {name: number_of(value, f"the metric {name!r} of verifiers") for name, value in line["metrics"].items()}
+        metrics = {
+            name: number_of(value, f"the metric {name!r} of verifiers") for name, value in line["metrics"].items()
+        }
         reward = line["reward"]
         return {"reward": None if reward is None else number_of(reward, "the reward of verifiers"), "metrics": metrics}
 

@@ -27,6 +27,8 @@ class Counting(vf.MultiTurnEnv):
 def load_environment(rows: int = 3) -> Any:
     from datasets import Dataset
 
-    asked = [{"question": f"{number}+1=", "answer": str(number + 1), "info": {"number": number}} for number in range(rows)]
+    asked = [
+        {"question": f"{number}+1=", "answer": str(number + 1), "info": {"number": number}} for number in range(rows)
+    ]
     rubric = vf.Rubric(funcs=[right, size], weights=[1.0, 0.0])
     return Counting(dataset=Dataset.from_list(asked), rubric=rubric, max_turns=2, system_prompt="Count.")

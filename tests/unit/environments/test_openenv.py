@@ -29,7 +29,10 @@ NUMBER = "9"  # the one of seed 5
 
 @pytest.fixture
 def stage(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    places = [ROOT / "tests" / "support" / "worlds", *([] if PYTHON else [ROOT / "tests" / "support" / "standins" / "server"])]
+    places = [
+        ROOT / "tests" / "support" / "worlds",
+        *([] if PYTHON else [ROOT / "tests" / "support" / "standins" / "server"]),
+    ]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, [ROOT, *places])))
     monkeypatch.setenv("CLOSED", str(tmp_path / "closed"))
     yield Stage(tmp_path, tokenizer)
@@ -155,5 +158,7 @@ def test_what_names_no_server_is_refused(target: str, why: str, stage: Stage) ->
 
 
 def test_options_that_there_are_not_are_refused(stage: Stage) -> None:
-    with pytest.raises(ConfigError, match="environment.options.field: there is no such option; there are server, action"):
+    with pytest.raises(
+        ConfigError, match=r"environment.options.field: there is no such option; there are server, action"
+    ):
         check_environment(config("guessing:app", options={"field": "text"}), ASKED)

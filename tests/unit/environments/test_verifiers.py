@@ -118,13 +118,13 @@ def test_rows_are_those_of_the_environment(counting: Counting) -> None:
         assert len(more) == 5  # an argument of the environment
     else:
         assert rows[1].row == {"prompt": "1+1=", "task_index": 1}
-    with pytest.raises(ConfigError, match="verifiers cannot load it: .*no_such.*; install it into the environment of"):
+    with pytest.raises(ConfigError, match=r"verifiers cannot load it: .*no_such.*; install it into the environment of"):
         open_source(f"verifiers:no_such?python={counting.python}", "data.path")
 
 
 def test_an_episode_is_tried_before_the_start(counting: Counting) -> None:
     check_environment(counting.settings(), counting.row(), rewarded=False)
-    with pytest.raises(ConfigError, match="verifiers cannot load it: .*no_such"):
+    with pytest.raises(ConfigError, match=r"verifiers cannot load it: .*no_such"):
         check_environment(counting.settings(function="verifiers:no_such"), counting.row())
 
 
@@ -137,5 +137,5 @@ def test_an_interpreter_is_named(python: str, why: str, counting: Counting) -> N
 
 
 def test_another_environment_takes_no_interpreter() -> None:
-    with pytest.raises(ValueError, match="environment.python=/bin/python is the Python of verifiers:NAME and openenv"):
+    with pytest.raises(ValueError, match=r"environment.python=/bin/python is the Python of verifiers:NAME and openenv"):
         EnvironmentConfig(function="game.py:Game", python="/bin/python")

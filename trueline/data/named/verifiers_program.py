@@ -29,7 +29,7 @@ class RubricFailures(logging.Handler):
             FAILURES.get([]).append(record.getMessage())
 
 
-class Classic:
+class ClassicEnvironment:
     """An environment of verifiers up to 0.3, whose package has `load_environment`; its rows are its dataset's."""
 
     def __init__(self, name: str, arguments: Row) -> None:
@@ -49,14 +49,15 @@ class Classic:
         number = values.get("example_id") or 0
         row = {"answer": values.get("label") or "", **given, "example_id": number, "prompt": values["messages"]}
         client = ClientConfig(api_base_url=url, api_key_var=key_variable, max_retries=NO_RETRIES)
-        FAILURES.set(failures := [])
+        failures: list[str] = []
+        FAILURES.set(failures)
         found = await self.environment.run_rollout(row, client, MODEL, {})
         error = found.get("error") or "; ".join(failures)
         error = error if isinstance(error, str) else f"{error['error']}: {error['error_chain_str']}"
         return {"reward": found["reward"], "metrics": found.get("metrics") or {}, "error": error}
 
 
-class Current:
+class TasksetEnvironment:
     """An environment of verifiers from 0.4 on: a taskset that agents play; a row names its task by number."""
 
     def __init__(self, name: str, arguments: Row) -> None:
@@ -101,27 +102,34 @@ class Current:
 
 def load(name: str, arguments: Row) -> Any:
     is_classic = importlib.util.find_spec("verifiers.types") is not None
-    return (Classic if is_classic else Current)(name, arguments)
+    return (ClassicEnvironment if is_classic else TasksetEnvironment)(name, arguments)
 
 
-class Player:
+class EpisodePlayer:
     """Plays the episodes that it is sent, many at a time, and writes a line about each."""
 
-    def __init__(self, environment: Any, lines: TextIO) -> None:
-        self.environment, self.lines = environment, lines
+    def __init__(self, lines: TextIO) -> None:
+        self.lines = lines
+        self.environment: Any = None
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     def write(self, **line: Any) -> None:
         self.lines.write(json.dumps(line, default=str) + "\n")
         self.lines.flush()
 
+    @contextlib.contextmanager
+    def reporting(self, **about: Any) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  (the boundary where an environment's code runs)
+            self.write(**about, error=f"{type(error).__name__}: {error}")
+
     async def play(self, episode: str, values: Row, url: str, key: str) -> None:
         variable = f"TRUELINE_KEY_{episode}"  # verifiers reads a key from the variable that a client's config names
         os.environ[variable] = key
         try:
-            self.write(episode=episode, **await self.environment.play(values, url, variable))
-        except Exception as error:  # noqa: BLE001  (the boundary where an environment's code runs)
-            self.write(episode=episode, error=f"{type(error).__name__}: {error}")
+            with self.reporting(episode=episode):
+                self.write(episode=episode, **await self.environment.play(values, url, variable))
         finally:
             del os.environ[variable]
             self.tasks.pop(episode, None)
@@ -140,19 +148,14 @@ class Player:
 
 
 def main(mode: str, name: str, arguments: str, split: str = "train") -> None:
-    lines = os.fdopen(os.dup(1), "w")
+    player = EpisodePlayer(os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)  # what libraries print is no line of ours
     sys.path.insert(0, os.getcwd())
-    try:
-        environment = load(name, json.loads(arguments))
-        rows = environment.rows(split) if mode == "rows" else iter(())
-        player = Player(environment, lines)
-        for row in rows:
+    with player.reporting():
+        player.environment = load(name, json.loads(arguments))
+        for row in player.environment.rows(split) if mode == "rows" else ():
             player.write(row=row)
-    except Exception as error:  # noqa: BLE001  (the boundary where an environment's code runs)
-        Player(None, lines).write(failed=f"{type(error).__name__}: {error}")
-        return
-    if mode == "play":
+    if player.environment is not None and mode == "play":
         asyncio.run(player.serve())
 
 

@@ -31,7 +31,8 @@ def read_rows(name: str, options: Options, named: str) -> list[Located]:
     command = [*program(python, "rows", name, arguments), split]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    if done.returncode or (lines and "failed" in lines[-1]):
-        why = lines[-1]["failed"] if lines and "failed" in lines[-1] else done.stderr.strip()[-400:]
+    last = lines[-1] if lines else {}
+    if done.returncode or "error" in last:
+        why = last.get("error") or done.stderr.strip()[-400:]
         raise ConfigError(f"{named}: verifiers cannot load it: {why}; install it into the environment of {python}")
     return [locate_row(line["row"], f"{named}, row {number}", Path()) for number, line in enumerate(lines[:size], 1)]

@@ -24,7 +24,7 @@ class Rubric:
         for part, weight in self.parts:
             try:
                 value = float(await part(**state))
-            except Exception as error:  # as verifiers does it
+            except Exception as error:  # noqa: BLE001  (as the library does it)
                 self.logger.error(f"Error calling reward function {part.__name__}: {error}")
                 value = 0.0
             state["metrics"][part.__name__] = value

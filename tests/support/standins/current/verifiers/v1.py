@@ -100,7 +100,7 @@ class Environment:
             for name, function in vars(type(task)).items():
                 if callable(function) and "scores" in vars(function):
                     vars(trace)[function.scores][name] = await function(task, trace)
-        except Exception as error:  # as verifiers does it
+        except Exception as error:  # noqa: BLE001  (as the library does it)
             trace.errors.append(SimpleNamespace(type="TaskError", message=str(error)))
         return SimpleNamespace(ok=not trace.errors, errors=[], traces=[trace])
 

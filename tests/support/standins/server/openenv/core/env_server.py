@@ -52,7 +52,7 @@ def create_app(
                 seen = world.step(action_cls.model_validate(message["data"]))
         except ValidationError as error:
             return failure("VALIDATION_ERROR", "Invalid message", errors=error.errors())
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (as the library does it)
             return failure("EXECUTION_ERROR", str(error))
         shown = seen.model_dump(exclude={"reward", "done"})
         return {"type": "observation", "data": {"observation": shown, "reward": seen.reward, "done": seen.done}}
