@@ -18,7 +18,13 @@ pytestmark = pytest.mark.slow
 SUPPORT = Path(__file__).parents[1] / "support"
 SMALL = ["runtime=local", "rollout.engine=hf", "steps=2", "prompts_per_step=2", "algorithm.group_size=4"]
 SHORT = ["rollout.max_new_tokens=24", "environment.max_turn_tokens=4", "environment.processes=1"]
-QUIET = ["monitoring.tensorboard=false", "monitoring.doctor=false", "checkpoint.save=false", "folder=run"]
+QUIET = [
+    "monitoring.tensorboard=false",
+    "monitoring.doctor=false",
+    "checkpoint.save=false",
+    "folder=runs",
+    "name=played",
+]
 GUESSES = [{"prompt": f"Guess {number}.", "seed": number, "highest": 9} for number in range(8)]
 
 
@@ -38,32 +44,20 @@ def train(model: str, monkeypatch: pytest.MonkeyPatch, standin: str, *words: str
     places = [SUPPORT.parents[1], SUPPORT / "worlds", SUPPORT / "standins" / standin]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, places)))
     assert main(["grpo", "--model", model, *words, *SMALL, *SHORT, *QUIET]) == 0
-    lines = [json.loads(line) for line in Path("run/transcripts.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in Path("runs/played/transcripts.jsonl").read_text().splitlines()]
     assert len(lines) == 16 and {line["outcome"] for line in lines} <= {"finished", "truncated"}
     return lines
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_run_plays_an_environment_of_openenv(staleness: int, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_plays_an_environment_of_openenv(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GUESSES))
-    words = ["--data", "rows.jsonl", "--environment", "openenv:guessing:app", f"rollout.max_staleness={staleness}"]
+    words = ["--data", "rows.jsonl", "--environment", "openenv:guessing:app", "rollout.max_staleness=1"]
     played = train(model, monkeypatch, "server", *words)
     assert all([turn["role"] for turn in one["turns"]].count("assistant") == 3 for one in played)
 
 
-@pytest.mark.parametrize(("standin", "name"), [("classic", "counting"), ("current", "counting_tasks")])
-def test_a_run_plays_an_environment_of_verifiers_on_its_own_rows(
-    standin: str, name: str, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT / "worlds"), str(SUPPORT / "standins" / standin)]))
-    words = ["--data", f"verifiers:{name}?python={sys.executable}", "--environment", f"verifiers:{name}"]
-    interpreter = [f"environment.python={sys.executable}", f"rollout.max_staleness={int(standin == 'classic')}"]
-    played = train(model, monkeypatch, standin, *words, *interpreter)
+def test_a_run_plays_an_environment_of_verifiers_on_its_own_rows(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--data", f"verifiers:counting?python={sys.executable}", "--environment", "verifiers:counting"]
+    played = train(model, monkeypatch, "classic", *words, f"environment.python={sys.executable}")
     assert all({"environment/right", "environment/size"} <= one.keys() for one in played)
-
-
-def test_a_run_learns_from_tasks_of_reasoning_gym(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["--data", "reasoning_gym:chain_sum?size=8&seed=3", "--reward", "reasoning_gym"]
-    monkeypatch.setattr(sys.modules[__name__], "SHORT", SHORT[:1])
-    played = train(model, monkeypatch, "server", *words)
-    assert {one["source"] for one in played} == {"reasoning_gym:chain_sum?size=8&seed=3"}
+    assert {one["label"] for one in played} <= {"1", "2", "3"}

@@ -57,6 +57,7 @@ def test_an_episode_is_a_session_with_the_rewards_of_its_steps(stage: Stage) -> 
     assert stage.closed() == 1
 
 
+@pytest.mark.slow
 def test_columns_are_the_parameters_of_reset(stage: Stage) -> None:
     row = Prompt(0, ASKED.messages, columns={"seed": 5, "highest": 4})
     (played,) = stage.play(config("guessing:app", **options()), "0", "tell", "1", prompt=row)
@@ -64,6 +65,7 @@ def test_columns_are_the_parameters_of_reset(stage: Stage) -> None:
     assert [turn["content"] for turn in played.turns if turn["role"] == "user"] == ["wrong", "4", "wrong"]
 
 
+@pytest.mark.slow
 def test_a_group_begins_alike_without_a_seed_of_its_own(stage: Stage) -> None:
     def numbers(content: str) -> list[str]:
         prompt = Prompt(0, [{"role": "user", "content": content}], columns={"highest": 10**9})
@@ -85,8 +87,7 @@ def test_a_step_without_reward_goes_on_and_the_last_one_ends(stage: Stage) -> No
     ("reply", "why"),
     [
         ("raises", "failed in `step`: 'board' (EXECUTION_ERROR)"),
-        ("dies", "did not reply to `step`: "),
-        ("unrewarded", "gave the episode no reward: set environment.options.rewards=false if --reward scores"),
+        pytest.param("unrewarded", "gave the episode no reward: set environment.options", marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_is_no_reward(reply: str, why: str, stage: Stage) -> None:
@@ -95,11 +96,22 @@ def test_a_failure_is_no_reward(reply: str, why: str, stage: Stage) -> None:
     assert "OpenEnvFailure: the server at http://127.0.0.1:" in played.error and why in played.error
 
 
+@pytest.mark.slow
+def test_a_server_that_dies_is_started_again(stage: Stage) -> None:
+    settings = config("guessing:app", episodes_per_process=1)
+    died, played = stage.play(settings, "dies", NUMBER, episodes=2, prompt=ASKED)
+    assert (died.outcome, died.reward) == (Outcome.ENVIRONMENT_ERROR, None)
+    assert (played.outcome, played.reward) == (Outcome.FINISHED, 1.0)
+    assert "ended with status 3" in (stage.folder / "environment.log").read_text()
+
+
+@pytest.mark.slow
 def test_a_run_with_a_reward_of_its_own_needs_none_of_the_server(stage: Stage) -> None:
     (played,) = stage.play(config("guessing:app", **options(rewards=False)), "tell", "unrewarded", prompt=ASKED)
     assert (played.outcome, played.reward) == (Outcome.FINISHED, 0.0)
 
 
+@pytest.mark.slow
 def test_actions_that_are_no_text_are_json_and_mistakes_are_told(stage: Stage) -> None:
     replies = ["left", '{"row": 1}', '{"row": 1, "column": 1}', '{"row": 0, "column": 1}']
     (played,) = stage.play(config("guessing:board"), *replies, prompt=ASKED)
@@ -109,6 +121,7 @@ def test_actions_that_are_no_text_are_json_and_mistakes_are_told(stage: Stage) -
     assert played.metrics["environment/mistakes"] == 2.0
 
 
+@pytest.mark.slow
 def test_a_server_without_room_says_so(stage: Stage) -> None:
     played = stage.play(config("guessing:small"), *["0"] * 9, episodes=3, prompt=ASKED)
     failed = [one.error for one in played if one.outcome is Outcome.ENVIRONMENT_ERROR]
@@ -119,6 +132,7 @@ def test_a_server_without_room_says_so(stage: Stage) -> None:
     assert {one.outcome for one in [alone, *one_by_one]} == {Outcome.FINISHED}
 
 
+@pytest.mark.slow
 def test_a_server_is_reached_at_its_address_too(stage: Stage) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         command = [PYTHON or sys.executable, "-m", "uvicorn", "guessing:app", "--fd", str(listener.fileno())]
@@ -135,6 +149,7 @@ def test_a_server_is_reached_at_its_address_too(stage: Stage) -> None:
         server.wait()
 
 
+@pytest.mark.slow
 def test_an_episode_is_tried_before_the_start(stage: Stage) -> None:
     assert not check_environment(config("guessing:app"), ASKED).warnings
     with pytest.raises(ConfigError, match=r"failed in `reset`: no board \(EXECUTION_ERROR\)"):
@@ -149,7 +164,7 @@ def test_an_episode_is_tried_before_the_start(stage: Stage) -> None:
         ("1", r"no server of OpenEnv answers at http://127.0.0.1:1/schema .*start it first"),
         ("http://me:secret@127.0.0.1:1", "the address has a user, password or query"),
         ("../guess", "is no environment of OpenEnv: write openenv:PACKAGE, openenv:MODULE:APP"),
-        ("no_such_package", "does not serve it: .*name the Python that has the environment's package"),
+        pytest.param("no_such_package", "does not serve it: .*name the Python that has", marks=pytest.mark.slow),
     ],
 )
 def test_what_names_no_server_is_refused(target: str, why: str, stage: Stage) -> None:
@@ -157,6 +172,7 @@ def test_what_names_no_server_is_refused(target: str, why: str, stage: Stage) ->
         check_environment(config(target), ASKED)
 
 
+@pytest.mark.slow
 def test_options_that_there_are_not_are_refused(stage: Stage) -> None:
     with pytest.raises(
         ConfigError, match=r"environment.options.field: there is no such option; there are server, action"

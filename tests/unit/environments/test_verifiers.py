@@ -26,6 +26,8 @@ PYTHONS = {
     "classic": os.environ.get("TRUELINE_CLASSIC_VERIFIERS_PYTHON", ""),
     "current": os.environ.get("TRUELINE_VERIFIERS_PYTHON", ""),
 }
+MESSAGES = [{"role": "system", "content": "Count."}, {"role": "user", "content": "1+1="}]
+ROW = Prompt(0, MESSAGES, label="2", columns={"answer": "2", "example_id": 1, "task_index": 1})
 
 
 @dataclass
@@ -51,10 +53,6 @@ class Counting:
         given = {"function": f"verifiers:{self.name}", "python": self.python, "processes": 1}
         return EnvironmentConfig(**(given | keys))
 
-    def row(self) -> Prompt:
-        messages = [{"role": "system", "content": "Count."}, {"role": "user", "content": "1+1="}]
-        return Prompt(0, messages, label="2", columns={"answer": "2", "example_id": 1, "task_index": 1})
-
 
 @pytest.fixture(params=["classic", "current"])
 def counting(
@@ -69,50 +67,55 @@ def counting(
 
 
 def test_an_episode_has_the_reward_and_metrics_of_the_environment(counting: Counting) -> None:
-    (played,) = counting.stage.play(counting.settings(), *counting.turns, "it is 2", prompt=counting.row())
+    (played,) = counting.stage.play(counting.settings(), *counting.turns, "it is 2", prompt=ROW)
     assert (played.outcome, played.reward, played.error) == (Outcome.FINISHED, 1.0, "")
     assert (played.metrics["environment/size"], played.metrics["episode/sequences"]) == (7.0, 1.0)
     said = [turn["content"] for turn in played.turns]
     assert said == (["well", "Sure?", "it is 2"] if counting.kind == "classic" else ["it is 2"])
 
 
+@pytest.mark.slow
 def test_episodes_at_once_have_their_own_rewards(counting: Counting) -> None:
     replies = [text for reply in ("2", "3", "2", "none") for text in (*counting.turns, reply)]
     settings = counting.settings(max_turns=2)
-    all_played = counting.stage.play(settings, *replies, episodes=4, prompt=counting.row())
+    all_played = counting.stage.play(settings, *replies, episodes=4, prompt=ROW)
     for played in all_played:
         assert played.reward == float("2" in played.turns[-1]["content"])
     assert {played.outcome for played in all_played} == {Outcome.FINISHED}
 
 
+@pytest.mark.slow
 def test_a_scorer_that_fails_is_no_reward(counting: Counting) -> None:
-    (played,) = counting.stage.play(counting.settings(), *counting.turns, "raises", prompt=counting.row())
+    (played,) = counting.stage.play(counting.settings(), *counting.turns, "raises", prompt=ROW)
     assert (played.outcome, played.reward) == (Outcome.ENVIRONMENT_ERROR, None)
     assert "VerifiersFailure: " in played.error and "no scorer" in played.error
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_dies_is_started_again(counting: Counting) -> None:
     settings = counting.settings(episodes_per_process=1)
     replies = [*counting.turns, "dies", *counting.turns, "2"]
-    both = counting.stage.play(settings, *replies, episodes=2, prompt=counting.row())
+    both = counting.stage.play(settings, *replies, episodes=2, prompt=ROW)
     assert [played.reward for played in both] == [None, 1.0]
     assert "its process died with exit status 1" in both[0].error
     assert "ended with status 3" in (counting.stage.folder / "environment.log").read_text()
 
 
+@pytest.mark.slow
 def test_an_episode_without_room_for_a_turn_is_truncated(counting: Counting) -> None:
     if not counting.turns:
         pytest.skip("it has one turn")
-    (played,) = counting.stage.play(counting.settings(max_turns=1), "well", prompt=counting.row())
+    (played,) = counting.stage.play(counting.settings(max_turns=1), "well", prompt=ROW)
     assert (played.outcome, played.reward) == (Outcome.TRUNCATED, 0.0)
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_the_environment(counting: Counting) -> None:
     rows = open_source(f"verifiers:{counting.name}?python={counting.python}&size=2", "data.path")
     assert len(rows) == 2
     if counting.kind == "classic":
         last = rows[1].row
-        assert last["prompt"] == [{"role": "system", "content": "Count."}, {"role": "user", "content": "1+1="}]
+        assert last["prompt"] == MESSAGES
         assert (last["answer"], last["info"], last["example_id"]) == ("2", {"number": 1}, 1)
         more = open_source(f"verifiers:{counting.name}?python={counting.python}&rows=5", "data.path")
         assert len(more) == 5  # an argument of the environment
@@ -122,18 +125,19 @@ def test_rows_are_those_of_the_environment(counting: Counting) -> None:
         open_source(f"verifiers:no_such?python={counting.python}", "data.path")
 
 
+@pytest.mark.slow
 def test_an_episode_is_tried_before_the_start(counting: Counting) -> None:
-    check_environment(counting.settings(), counting.row(), rewarded=False)
+    check_environment(counting.settings(), ROW, rewarded=False)
     with pytest.raises(ConfigError, match=r"verifiers cannot load it: .*no_such"):
-        check_environment(counting.settings(function="verifiers:no_such"), counting.row())
+        check_environment(counting.settings(function="verifiers:no_such"), ROW)
 
 
 @pytest.mark.parametrize(
     ("python", "why"), [("", "its interpreter is unknown: set environment.python=/path"), ("/no/python", "no command")]
 )
-def test_an_interpreter_is_named(python: str, why: str, counting: Counting) -> None:
+def test_an_interpreter_is_named(python: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        check_environment(counting.settings(python=python), counting.row())
+        check_environment(EnvironmentConfig(function="verifiers:counting", python=python), ROW)
 
 
 def test_another_environment_takes_no_interpreter() -> None:
