@@ -76,8 +76,9 @@ USER_CODE = {  # where user code runs
     "rewards/scoring.py",
     "rollout/episode.py",
     "environments/tools/toolbox.py",
+    "data/named/verifiers_program.py",
 }
-BROAD_EXCEPTS = 5
+BROAD_EXCEPTS = 6
 REMOTE_CALLS = {"submit", "call", "_submit", "_engines"}
 IRREGULAR = re.compile(
     "told|said|made|given|kept|found|sent|held|left|shown|drawn|met|known|written|taken|seen|built|spent|bound|grown|"

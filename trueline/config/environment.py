@@ -16,7 +16,10 @@ class EnvironmentConfig(Config):
     """Multi-turn episodes. Set one of `function`, `agent` and `tools`; with none, a prompt gets one completion."""
 
     function: str = ""
-    """file.py:Class with `reset` and `step`, or file.py:function `run(policy, prompt)` that plays an episode."""
+    """file.py:Class with `reset` and `step`, file.py:function `run(policy, prompt)` that plays an episode, openenv:URL,
+    openenv:NAME or verifiers:NAME."""
+    python: str = ""
+    """The Python of the virtual environment that has what verifiers:NAME or openenv:NAME names."""
     agent: str = ""
     """file.py:main(prompt, client), or a command that calls OPENAI_BASE_URL: an agent that needs no changes."""
     tools: list[str] = []
@@ -84,6 +87,12 @@ class EnvironmentConfig(Config):
             )
         if len(given := self.kinds()) > 1:
             raise ValueError(f"environment.{given[0]} and environment.{given[1]} exclude each other: keep one of them")
+
+        if self.python and not self.function.startswith(("openenv:", "verifiers:")):
+            raise ValueError(
+                f"environment.python={self.python} is the Python of verifiers:NAME and openenv:NAME: "
+                "remove it, or name such an environment as environment.function"
+            )
 
     def plays(self) -> bool:
         """Tell whether user code plays the episode and returns rewards; tools do not."""

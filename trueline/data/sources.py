@@ -1,4 +1,4 @@
-"""Open datasets: files, folders, saved datasets, runs of `generate`, and hub names."""
+"""Open datasets: files, folders, saved datasets, runs of `generate`, names of libraries, and hub names."""
 
 import csv
 import json
@@ -15,6 +15,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 
 from trueline.config.base import ConfigError
+from trueline.data.named.names import is_name, open_name
 from trueline.data.rows import (
     BLOCK_ROWS,
     Joined,
@@ -65,6 +66,8 @@ def find_rows(path: str, key: str) -> Sequence[Located]:
         rows = Joined([read_file(file, key) for file in data_files(local, key)])
     elif local.is_file():
         rows = read_file(local, key)
+    elif is_name(path):
+        rows = open_name(path, key)
     elif Path(name).suffix in READERS or not hub_name(name):
         named = "hub datasets are named owner/name[:split]"
         raise ConfigError(f"{key}={path}: no such file or folder in {Path.cwd()}; {named}")

@@ -173,7 +173,7 @@ class AgentEnvironment(HostedEnvironment):
         seat = self.endpoint.open(policy, self.parse)
         try:
             values, url = row_of(prompt), self.endpoint.url
-            reward: float | None = await place.call(AgentCode.play, seat.quiet, values=values, url=url, key=seat.key)
+            found = await place.call(AgentCode.play, seat.quiet, values=values, url=url, key=seat.key)
         except UserCodeFailure:
             if seat.failure is not None:
                 raise seat.failure from None
@@ -186,4 +186,7 @@ class AgentEnvironment(HostedEnvironment):
             self.metrics |= {"agent/structured": float(seat.structured)} if seat.structured else {}
         if seat.failure is not None:
             raise seat.failure
+        played = found if isinstance(found, dict) else {"reward": found, "metrics": {}}
+        self.metrics |= {f"{OWN_METRICS}{name}": value for name, value in played["metrics"].items()}
+        reward: float | None = played["reward"]
         return reward

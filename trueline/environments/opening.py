@@ -23,11 +23,13 @@ from trueline.environments.base import Environment, OutOfBudget, Policy, Reply, 
 from trueline.environments.endpoint import PolicyEndpoint, Structures
 from trueline.environments.hosted import AgentCommand, load_code
 from trueline.environments.multi_turn import AgentEnvironment, StepEnvironment
+from trueline.environments.openenv import OpenEnvCode
 from trueline.environments.single_turn import SingleTurn
 from trueline.environments.tools import formats
 from trueline.environments.tools.calls import SPELLINGS
 from trueline.environments.tools.formats import ChosenFormat
 from trueline.environments.tools.toolbox import MCP, Toolbox
+from trueline.environments.verifiers import VerifiersCode
 from trueline.monitoring.findings import Finding
 from trueline.monitoring.user_files import PICKLED
 from trueline.rewards.combined import CombinedReward
@@ -39,6 +41,10 @@ MADE_UP = "I do not know."  # the reply in a trial
 LAST_LINES = 400  # characters of a log
 # Thousands of episodes hold many objects and few cycles: at Python's 700, their turns spend a third in the collector.
 OBJECTS_BETWEEN_COLLECTIONS = 50_000
+LIBRARIES: dict[str, Callable[[list[str], dict[str, Any]], EpisodeCode]] = {  # by how environment.function begins
+    "openenv": OpenEnvCode,
+    "verifiers": VerifiersCode,
+}
 
 
 def user_code_of(config: EnvironmentConfig) -> UserCode | None:
@@ -49,7 +55,9 @@ def user_code_of(config: EnvironmentConfig) -> UserCode | None:
     specification = [config.function or config.agent]
     place, separator, name = config.agent.rpartition(":")  # of a function, unless the agent is a command
     is_function = config.agent.endswith(PICKLED) or (separator and name.isidentifier() and " " not in place)
-    if key == "tools":
+    if library := LIBRARIES.get(config.function.partition(":")[0]):
+        load, specification = library, [config.function, *([config.python] if config.python else [])]
+    elif key == "tools":
         load, specification = Toolbox, config.tools
     elif key == "agent" and not is_function:
         try:

@@ -7,8 +7,8 @@ from pathlib import Path
 LONGEST_ERROR = 20_000  # characters
 PACKAGE = Path(__file__).parents[1]
 CALLERS = (  # where files begin that call user code
-    *(str(PACKAGE / name) for name in ("usercode/", "rewards/scoring.py", "environments/hosted.py")),
-    str(PACKAGE / "environments/tools/toolbox.py"),
+    *(str(PACKAGE / name) for name in ("usercode/", "rewards/scoring.py", "environments/tools/toolbox.py")),
+    *(str(PACKAGE / f"environments/{name}.py") for name in ("hosted", "openenv", "verifiers")),
     *(str(Path(inspect.__file__).parent / name) for name in ("asyncio", "concurrent", "importlib")),
     "<frozen importlib",
 )
