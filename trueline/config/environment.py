@@ -16,8 +16,7 @@ class EnvironmentConfig(Config):
     """Multi-turn episodes. Set one of `function`, `agent` and `tools`; with none, a prompt gets one completion."""
 
     function: str = ""
-    """file.py:Class with `reset` and `step`, file.py:function `run(policy, prompt)` that plays an episode, openenv:URL,
-    openenv:NAME or verifiers:NAME."""
+    """file.py:Class with `reset` and `step`, file.py:run(policy, prompt), openenv:URL or NAME, or verifiers:NAME."""
     python: str = ""
     """The Python of the virtual environment that has what verifiers:NAME or openenv:NAME names."""
     agent: str = ""

@@ -377,7 +377,10 @@ class ChatFormat:
             completion = completion[: stop[1]] if stop else completion  # what follows is never sampled
             behind = prompt[len(spelled) :]
             new, _ = self._shown_tokens(behind, self.text_tokens(behind), tuple(pictures[seen : shown[-1]]))
-            sequences[-1] += [(new, False), (self.text_tokens(completion), True)]
+            # A reply whose template writes no end of its own ends where the next message begins.
+            last = sequences[-1][-1][0][-1:] if sequences[-1] else []
+            ends = bool(last) and self.stop_ids.isdisjoint(last) and not self.stop_ids.isdisjoint(new[:1])
+            sequences[-1] += [(new[:ends], True), (new[ends:], False), (self.text_tokens(completion), True)]
             spelled = prompt + completion if full.startswith(prompt + completion) else None
         for pieces in sequences:
             completion_tokens, _ = pieces[-1]

@@ -717,7 +717,7 @@ def test_the_collector_does_not_hold_up_many_episodes(stage: Stage) -> None:
 
 def test_a_call_that_was_given_up_keeps_its_thread_and_its_deadline(stage: Stage) -> None:
     async def play() -> None:
-        hosts = opened(stage, episodes_per_process=1, timeout_seconds=1)
+        hosts = opened(stage, episodes_per_process=1, timeout_seconds=5)
         host, place = hosts.hosts[0], await hosts.place(alone=False)
         endless = asyncio.create_task(place.call(Toolbox.call, name="spin", arguments={"seconds": 1}))
         while not host._at_work():
