@@ -28,7 +28,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 
 # Top first. A part imports itself and the parts of lower layers; the pairs below are the only neighbours that meet.
 LAYERS = (
-    {"__init__", "api", "cli", "completion", "demo", "replay"},
+    {"__init__", "api", "cli", "completion", "demo", "replay", "verify"},
     {"verbs", "objects", "options", "cluster_address", "hub"},
     {"doctor", "report"},
     {"rl", "offline", "jobs"},
@@ -52,6 +52,7 @@ NEIGHBOURS = {
     ("cli", "completion"),
     ("cli", "demo"),
     ("cli", "replay"),
+    ("cli", "verify"),
     ("demo", "api"),
     ("monitoring", "config"),
     ("jobs", "offline"),

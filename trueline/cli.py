@@ -18,6 +18,7 @@ from trueline.config.rl import RLConfig
 from trueline.config.run import RunConfig
 from trueline.config.sampling import GenerateConfig, ServingConfig
 from trueline.config.supervised import SupervisedConfig
+from trueline.config.verify import VerifyConfig
 from trueline.monitoring.run_folder import RUNS, RunFolder, default_name
 from trueline.options import CommandParser, Words, default_text, given_keys, keys_first, positive, verb_first
 from trueline.verbs import DATA, GROUPS, REWARD, TOOLS, VERBS, Verb
@@ -25,6 +26,8 @@ from trueline.verbs import DATA, GROUPS, REWARD, TOOLS, VERBS, Verb
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 SERVE_FLAGS = {"--model": "model.path", "--host": "host", "--port": "port"}
 TRIAL_FLAGS = REWARD | DATA
+MODEL = {"--model": "model.path"}
+TOOL_KEYS: dict[str, type[Config]] = {"serve-reward": ServingConfig, "verify": VerifyConfig}
 WITHOUT_VERB = ("-h", "--help", "--version", "--print-completion")
 LATEST = "default: the latest run in runs/"
 LISTED_KEYS = 5  # most keys that are listed as similar to a word
@@ -210,6 +213,15 @@ def add_words(tools: dict[str, CommandParser]) -> None:
     explain.add_argument("of", nargs="?", metavar="RUN", help=f"folder of the run, or its name in runs/; {LATEST}")
 
     add_replay(tools["replay"])
+    add_verify(tools["verify"])
+
+
+def add_verify(verify: CommandParser) -> None:
+    verify.add_config_options(MODEL, VerifyConfig)
+    verify.stray = "name the model with --model, and give keys as key=value"
+    verify.set_defaults(run=run_verify)
+    verify.add_argument("--checks", metavar="NAME,...", help="only these: template, passes, saved, ranks, engine")
+    verify.add_argument("--json", action="store_true", help="print all numbers as JSON")
 
 
 def add_replay(replay: CommandParser) -> None:
@@ -321,6 +333,15 @@ def run_replay(options: argparse.Namespace) -> int:
     return replay(ReplayRequest(options.of, steps, keys, options.json, options.pack, base, *asked), say)
 
 
+def run_verify(options: argparse.Namespace) -> int:
+    config = VerifyConfig.load(options.config, given_keys(options, MODEL))
+    quiet_libraries()
+    from trueline.verify.run import verify  # noqa: PLC0415
+
+    chosen = [name.strip() for name in (options.checks or "").split(",") if name.strip()]
+    return verify(config, chosen, options.json, say)
+
+
 def choose_runs(words: Words) -> dict[str, RunFolder]:
     """Return the runs that the words mean, and print them where not all are named."""
     from trueline.report.runs import describe_choice, find_runs  # noqa: PLC0415
@@ -383,11 +404,11 @@ def usual_config(verb: str) -> RunConfig:
 
 def show_config(options: argparse.Namespace) -> int:
     verb, *words = options.of or ["grpo"]
-    every = [*VERBS, "serve-reward"]
+    every = [*VERBS, *TOOL_KEYS]
     if verb not in every:
         about = "" if suggest_verbs(verb, every) else f"; keys about a word: `trueline config grpo {verb}`"
         raise ConfigError(unknown_verb(verb, every) + about)
-    config: Config = usual_config(verb) if verb in VERBS else ServingConfig()
+    config: Config = usual_config(verb) if verb in VERBS else TOOL_KEYS[verb]()
     wanted = [word.lower() for word in (*words, *options.filter)]
     keys = [key for key in config.leaves() if all(word in f"{key.path} {key.meaning}".lower() for word in wanted)]
     if not keys:

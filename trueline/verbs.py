@@ -149,10 +149,11 @@ TOOLS: dict[str, tuple[str, str]] = {  # verbs that start no run: what each is f
     "demo": ("Teach a small new model to add, in minutes", "demo --steps 30"),
     "explain": ("Show what a run is doing, or why it is stuck", "explain runs/first"),
     "replay": ("Compute a recorded step of RL again, and name what differs", "replay first --step 12"),
+    "verify": ("Compute with a model in every way, and show how far results agree", "verify --model model/"),
 }
 GROUPS: dict[str, tuple[str, ...]] = {  # as `trueline --help` shows them
     "train with RL": (*PRESETS, "raft", "iterative_dpo"),
     "train on data": tuple(TASK_VERBS),
     "sample and evaluate": ("generate", "eval", "reward", "serve-reward", "export"),
-    "look and diagnose": ("doctor", "plan", "data", "config", "explain", "replay", "report", "watch", "demo"),
+    "look and diagnose": ("doctor", "verify", "plan", "data", "config", "explain", "replay", "report", "watch", "demo"),
 }

@@ -148,7 +148,7 @@ def test_every_verb_prints_its_first_line_before_anything_heavy_is_loaded(tmp_pa
     lines = [line for line in done.stdout.splitlines() if line.split(" ")[0] in {*VERBS, *TOOLS, "-h", "grpoo"}]
     assert [line.split(" ")[0] for line in lines] == [words[0] for words in commands]
     assert not re.search(r"^\S+ \{", done.stdout, re.MULTILINE), done.stdout
-    assert sum(line.endswith(" loading    libraries") for line in lines) == len(VERBS) + 8
+    assert sum(line.endswith(" loading    libraries") for line in lines) == len(VERBS) + 9
 
 
 def test_engines_follow_the_runtime_that_a_resumed_run_gets(tmp_path: Path) -> None:

@@ -22,7 +22,16 @@ def resolve_template(value: str) -> str:
 ChatTemplate = Annotated[str, AfterValidator(resolve_template)]
 
 
-class SourceConfig(Config):
+class TemplateConfig(Config):
+    """How messages become text."""
+
+    chat_template: ChatTemplate = "auto"
+    """auto: the tokenizer's, if any. FILE: a Jinja file, saved with the model. never: join texts by line breaks."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Arguments for the chat template, such as enable_thinking=false; the saved template keeps them as defaults."""
+
+
+class SourceConfig(TemplateConfig):
     path: str = ""
     """JSON, JSONL, CSV, TSV, Parquet or Arrow file, a folder of them, or a hub name (owner/name[:split])."""
     mixture: dict[str, float] = {}
@@ -31,10 +40,6 @@ class SourceConfig(Config):
     """Column with the prompt, text or messages. null: messages, prompt, question or Alpaca's instruction."""
     system_prompt: str | None = None
     """Prepend this system message to every conversation."""
-    chat_template: ChatTemplate = "auto"
-    """auto: the tokenizer's, if any. FILE: a Jinja file, saved with the model. never: join texts by line breaks."""
-    chat_template_kwargs: dict[str, Any] = {}
-    """Arguments for the chat template, such as enable_thinking=false; the saved template keeps them as defaults."""
     shuffle: bool = True
     """Shuffle rows with the run's seed, differently in every epoch."""
     max_pixels: int = Field(1_048_576, ge=1)

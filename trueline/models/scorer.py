@@ -225,6 +225,10 @@ def hf_name(name: str) -> str:
     return name.removeprefix("model.")
 
 
+class ProbeFailure(ConfigError):
+    """Training would compute something else than plain transformers does."""
+
+
 class Probe:
     """Compare the model as loaded with the model as trained: packed, parallel, sharded."""
 
@@ -255,14 +259,14 @@ class Probe:
         limit = max(LEAST, NOISE * mean_gap(together, rounded))
         gap = mean_gap(together, alone)
         if not gap < limit:
-            raise ConfigError(
+            raise ProbeFailure(
                 f"{self.name}: packed sequences influence each other (mean gap {gap:.2g}, limit {limit:.2g}): {REMEDY}"
             )
         if self.expected is None:
             return
         gap = mean_gap(together, self.expected)
         if not gap < limit:
-            raise ConfigError(
+            raise ProbeFailure(
                 f"{self.name}: log-probs in training differ from plain transformers' by {gap:.2g} (limit {limit:.2g}), "
                 "because its head is more than one linear layer: choose another model"
             )
@@ -310,7 +314,6 @@ def mean_gap(one: Tensor, other: Tensor) -> float:
     return (one - other).abs().mean().item()
 
 
-@torch.no_grad()
 def plain_logprobs(model: Any, tokens: Tensor) -> Tensor:
     """Return log-probs [T] of transformers' own forward pass; zero at the first token."""
     Current.layout = PackedLayout([len(tokens)])

@@ -40,6 +40,7 @@ class RunFolder:
         self.events = path / "events.jsonl"  # who did what from when to when, step by step
         self.findings = path / "findings.jsonl"
         self.plan = path / "plan.json"  # its text and its findings
+        self.verified = path / "verify.json"  # what holds for the model that it trained
         self.logs = path / "logs"
         self.log = self.logs / "run.log"  # what was printed
         self.checkpoints = path / "checkpoints"

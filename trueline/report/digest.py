@@ -74,6 +74,7 @@ def describe_run(run: ReportedRun, runs: int, span: tuple[float, float]) -> Row:
         "failures": shorten(run.failures),
         "ledger": ledger(run.ledger),
         "plan": run.plan,
+        "verified": run.verified,
         "findings": shorten(run.findings[-MOST_FINDINGS:], MOST_FINDINGS),
         "config": shorten(run.config),
     }

@@ -105,6 +105,7 @@ function card(run, number) {
     ` ${health.rules.join(", ")}${times ? ` (${times} over all steps)` : ""}`);
   return make("article", {}, name, make("p", { class: "verb" }, run.verb || "no config.yaml"), facts, said,
     run.plan ? make("details", { class: "plan" }, make("summary", {}, "plan and recipe"), make("pre", {}, run.plan)) : null,
+    run.verified ? make("details", { class: "plan" }, make("summary", {}, "verified: what holds for its model"), make("pre", {}, run.verified)) : null,
     run.findings.length ? make("details", { class: "findings" }, make("summary", {}, `${run.findings.length} findings`),
       make("ul", {}, ...run.findings.map(({ step, level, code, what, why, key }) => make("li", {},
         `step ${step}, ${level} (${code}): ${[what, why, key].filter(Boolean).join("; ")}`)))) : null);

@@ -112,6 +112,10 @@ def without_steps(folder: RunFolder) -> str:
     return ""
 
 
+def read_json(file: Path) -> Row | None:
+    return parse_line(file.read_bytes()) if file.is_file() else None
+
+
 class ReportedRun:
     """A run, which can be read again and again; only the new lines of its files are read then."""
 
@@ -119,6 +123,7 @@ class ReportedRun:
     config: dict[str, str]  # every key by its path, with its value as text
     versions: dict[str, str]  # of the libraries that computed it
     plan: str  # its text: machine, models, algorithm, batches
+    verified: str  # the table of `trueline verify`, if its model was given to it
     findings: list[Row]
     failures: list[dict[str, str]]
 
@@ -132,10 +137,11 @@ class ReportedRun:
         folder = self.folder
         self.rows, self.ledger, self.events = (file.read() for file in self.files)
         self.transcripts = self.transcript_file.read()
-        plan = (parse_line(folder.plan.read_bytes()) if folder.plan.is_file() else None) or {}
+        plan = read_json(folder.plan) or {}
         self.verb, self.config = folder.verb() if folder.config.is_file() else "", read_config(folder.config)
         self.plan = without_password(str(plan.get("text", "")))
         self.versions = plan.get("versions", {})
+        self.verified = str((read_json(folder.verified) or {}).get("text", ""))
         self.findings = [{"step": step, **one.row()} for step, one in folder.read_findings()]
         self.failures = read_failures(folder.path / FAILURES)
         return self

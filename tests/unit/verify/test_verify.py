@@ -1,0 +1,362 @@
+"""`trueline verify` in one process: what holds for sound code, and that each planted fault is found."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.architectures import make_model
+from tests.support.templates import families
+from tests.support.tiny import make_tiny_model
+from tests.unit.data.test_templates import chat_of
+from trueline.cli import main
+from trueline.config.verify import VerifyConfig
+from trueline.data.chat import ChatFormat
+from trueline.models.attention import Arrangement, Padded
+from trueline.models.loading import load_model
+from trueline.rollout.hf_engine import HFEngine
+from trueline.runtime.cluster import machine_at_hand
+from trueline.training.engines.torch_engine import TorchEngine
+from trueline.training.worker import Worker
+from trueline.verify import trainers, weights
+from trueline.verify.comparison import Bounds, Comparison, Measurement, compare, compare_logprobs, table
+from trueline.verify.divisions import EITHER, HERE, compare_here, compare_passes, guard
+from trueline.verify.engine import compare_engine
+from trueline.verify.masks import EXCHANGES, check_exchange
+from trueline.verify.run import CHECKS
+from trueline.verify.subject import Subject, open_subject
+from trueline.verify.weights import compare_saved
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LIMITS = Bounds(1e-5, 1e-4, 1e-4)
+
+
+def subject_of(model: Path, folder: Path) -> Subject:
+    folder.mkdir(exist_ok=True)
+    config = VerifyConfig.parse({"model": {"path": str(model)}, "runtime": "local", "tokens": 64})
+    return open_subject(config, machine_at_hand(), folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", tied=True)
+
+
+@pytest.fixture(scope="module")
+def opened(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return subject_of(model, tmp_path_factory.mktemp("verified"))
+
+
+@pytest.fixture
+def subject(opened: Subject, tmp_path: Path) -> Subject:
+    """The same numbers of plain Transformers, and a new folder."""
+    fresh = object.__new__(Subject)
+    for name in Subject.__slots__:
+        object.__setattr__(fresh, name, tmp_path if name == "folder" else getattr(opened, name))
+    return fresh
+
+
+def results(found: list[Comparison]) -> dict[tuple[str, str], str]:
+    return {(one.check, one.what): one.result for one in found}
+
+
+def differing(found: list[Comparison]) -> set[str]:
+    return {one.check for one in found if one.result != "holds"}
+
+
+# A sound model
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma3_text", "lfm2"])
+def test_all_checks_hold_for_other_architectures(kind: str, tmp_path: Path) -> None:
+    """A mixture, sliding windows, and layers that are no attention, which cannot be packed."""
+    subject = subject_of(make_model(tmp_path / "model", kind), tmp_path / "work")
+    found = [one for name in ("passes", "saved", "engine") for one in CHECKS[name](subject)]
+    refused = {"all in one pass", "three in a pass", "one in a pass", "shared prefixes"} if kind == "lfm2" else set()
+    assert differing(found) == refused
+    assert {one.result for one in found if one.check in refused} <= {"refused"}
+    assert sum(one.result == "holds" for one in found) >= 15
+    assert all(one.gap is not None and one.limit is not None for one in found if one.result == "holds")
+
+
+def test_the_command_prints_a_table_and_its_status_is_zero(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["verify", "--model", str(model), "runtime=local", "tokens=48", "--checks", "template,passes,ranks"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0].split() == ["check", "compared", "gap", "limit", "result"]
+    assert "16 holds, 0 differs, 2 left out" in printed
+    assert "left out: the model has no chat template" in printed
+    assert "left out: runtime=local has one process" in printed
+    assert main([*words[:-1], "template", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["check"] == "template" and row["result"] == "left out"
+
+
+def test_a_difference_is_the_exit_status(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(CHECKS, "passes", lambda subject: iter([compare("one", "log-probs", 2.0, 1.0)]))
+    assert main(["verify", "--model", str(model), "runtime=local", "tokens=48", "--checks", "passes"]) == 1
+    assert "0 holds, 1 differs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model", "MODEL", "--checks", "passes,masks"], "--checks masks: not known; choose from template, passes"),
+        ([], "verify needs a model: name it with --model"),
+        (["--model", "MODEL", "tokens=20"], "tokens=20: the chat template alone takes 20; set it to"),
+        (["--model", "MODEL", "runtime=local", "rollout.engine=vllm"], "runtime=local keeps everything in one process"),
+    ],
+)
+def test_bad_input_is_named(
+    words: list[str], said: str, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trueline.verify.run.CHECKS", dict.fromkeys(CHECKS, lambda subject: iter([])))
+    assert main(["verify", *(str(model) if word == "MODEL" else word for word in words)]) == 2
+    assert said in capsys.readouterr().err
+
+
+# Planted faults
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def skip_passes(patch: pytest.MonkeyPatch) -> None:
+    """Only the last pass of a step counts."""
+    backward = TorchEngine.backward
+
+    def last_only(self: TorchEngine, loss: Any, last: bool = True) -> None:
+        backward(self, loss if last else 0.0 * loss, last=last)
+
+    patch.setattr(TorchEngine, "backward", last_only)
+
+
+def forget_places(patch: pytest.MonkeyPatch) -> None:
+    """Padded sequences get other positions, and so other rotary embeddings."""
+    inputs = Padded.inputs
+
+    def moved(self: Padded, tokens: Any) -> Any:
+        found = inputs(self, tokens)
+        return found | {"position_ids": 2 * torch.arange(found["input_ids"].shape[1])[None]}
+
+    patch.setattr(Padded, "inputs", moved)
+
+
+def join_sequences(patch: pytest.MonkeyPatch) -> None:
+    """Packed sequences see those before them."""
+    make = Arrangement.__init__
+
+    def joined(self: Arrangement, lengths: list[int]) -> None:
+        make(self, [sum(lengths)])
+
+    patch.setattr(Arrangement, "__init__", joined)
+
+
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        (skip_passes, {"three in a pass", "one in a pass", "padded, three in a pass"}),
+        (forget_places, {"padded", "padded, three in a pass"}),
+        (
+            join_sequences,
+            {"all in one pass", "three in a pass", "one in a pass", "checkpointing", "short slices of the head"},
+        ),
+    ],
+)
+def test_a_faulty_pass_is_found(
+    fault: Fault, found: set[str], subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fault(monkeypatch)
+    comparisons = list(compare_passes(subject))
+    assert found <= differing(comparisons)
+    assert {one.result for one in comparisons if one.check in found} <= {"differs", "holds"}  # nothing is refused
+    assert "shared prefixes" not in found
+
+
+def test_keys_reach_the_model(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row is computed as it says: so many passes, of padded or packed sequences."""
+    seen: dict[str, tuple[int, bool, bool, int]] = {}
+    accumulate = Worker.accumulate
+
+    def count(self: Worker, packed: Any, passes: Any, *rest: Any) -> Any:
+        checkpoints = bool(self.model.is_gradient_checkpointing)
+        seen[name] = (len(passes), self.spec.ranks.packing, checkpoints, self.scorer.chunk)
+        return accumulate(self, packed, passes, *rest)
+
+    monkeypatch.setattr(Worker, "accumulate", count)
+    for name, keys in (HERE | EITHER).items():
+        compare_here(subject, name, keys)
+    chunk = seen["all in one pass"][3]
+    assert seen == {
+        "all in one pass": (1, True, False, chunk),
+        "three in a pass": (2, True, False, chunk),
+        "one in a pass": (6, True, False, chunk),
+        "shared prefixes": (1, True, False, chunk),
+        "padded": (1, False, False, chunk),
+        "padded, three in a pass": (2, False, False, chunk),
+        "checkpointing": (1, True, True, chunk),
+        "short slices of the head": (1, True, False, 7),
+    }
+
+
+def test_prefixes_are_shared_in_their_row(subject: Subject) -> None:
+    with trainers.open_here(subject, {"training": {"share_prefixes": True}}) as group:
+        assert group.plan(subject.samples).saved > 0
+    with trainers.open_here(subject, {}) as group:
+        assert group.plan(subject.samples).saved == 0
+
+
+def test_weights_that_are_not_saved_are_found(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = load_model(subject.config.model, torch.float32)
+    monkeypatch.setattr(weights, "open_model", lambda *args, **named: (original, None))
+    assert differing(list(compare_saved(subject))) == {"saved and opened", "adapter, merged"}
+
+
+def test_a_lost_moment_is_found(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = TorchEngine.load_state
+
+    def without(self: TorchEngine, name: str, state: dict[str, Any]) -> None:
+        load(self, name, {"weight": state["weight"]} if name.endswith("q_proj.weight") else state)
+
+    monkeypatch.setattr(TorchEngine, "load_state", without)
+    found = [one for one in compare_saved(subject) if one.check == "resumed"]
+    assert [one.result for one in found] == ["differs"]
+
+
+def test_steps_that_change_nothing_prove_nothing(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "RATE", trainers.STILL)
+    (one,) = [one for one in compare_saved(subject) if one.check == "saved and opened"]
+    assert (one.result, one.remark) == ("differs", "the steps before it changed nothing")
+
+
+def test_the_adapter_of_the_configuration_is_the_one_that_is_checked(model: Path, tmp_path: Path) -> None:
+    keys = {"model": {"path": str(model), "lora": {"rank": 3, "targets": "q_proj"}}, "runtime": "local", "tokens": 48}
+    subject = open_subject(VerifyConfig.parse(keys), machine_at_hand(), tmp_path)
+    assert subject.config.model.lora.rank == 0  # in all other checks
+    found = results(list(compare_saved(subject)))
+    assert found["adapter, merged", "log-probs"] == "holds"
+    described = json.loads((tmp_path / "adapter" / "model" / "adapter_config.json").read_text())
+    assert (described["r"], described["target_modules"]) == (3, ["q_proj"])
+
+
+def test_wrong_log_probs_of_an_engine_are_found(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once at late positions alone, and once in batches alone."""
+    generate, queue = HFEngine.generate, HFEngine._queue
+
+    async def late(self: HFEngine, *args: Any) -> Any:
+        found = await generate(self, *args)
+        shift = 3e-4 * (np.arange(len(found.tokens)) >= 12)
+        return replace(found, logprobs=(found.logprobs + shift).astype(np.float32))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HFEngine, "generate", late)
+        found = results(list(compare_engine(subject)))
+    assert found["engine", "log-probs"] == "holds"
+    assert found["engine", "log-probs by position"] == "differs"
+
+    async def crowded(self: HFEngine, *args: Any) -> Any:
+        shift = 0.01 if self.waiting else 0.0
+        found = await queue(self, *args)
+        return replace(found, logprobs=(found.logprobs + shift).astype(np.float32))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HFEngine, "_queue", crowded)
+        assert "engine, alone or in a batch" in differing(list(compare_engine(subject)))
+
+
+def test_an_engine_that_cannot_run_the_model_is_named(subject: Subject) -> None:
+    subject = replaced(subject, {"rollout": {"tensor_parallel": 3}})
+    (one,) = compare_engine(subject)
+    assert one.result == "refused" and "set rollout.tensor_parallel=1 (got 3)" in one.remark
+
+
+def replaced(subject: Subject, keys: dict[str, Any]) -> Subject:
+    object.__setattr__(subject, "config", subject.config.with_keys(keys))
+    return subject
+
+
+# Templates
+
+
+@pytest.mark.parametrize("family", [pytest.param(name) for name in families()])
+def test_masks_of_every_family(family: str) -> None:
+    chat = chat_of(family)
+    found = [
+        one for name, talk in EXCHANGES.items() for one in guard(name, lambda talk=talk: check_exchange(chat, "", talk))
+    ]
+    assert not [one for one in found if one.result == "differs"]
+    assert sum(one.result == "holds" for one in found) >= 5
+
+
+@pytest.mark.parametrize("moved", [-1, 1])
+def test_a_mask_that_is_off_by_one_is_found(moved: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = ChatFormat.encode
+
+    def shifted(self: ChatFormat, *args: Any, **named: Any) -> Any:
+        return [replace(one, mask=np.roll(one.mask, moved).tolist()) for one in encode(self, *args, **named)]
+
+    monkeypatch.setattr(ChatFormat, "encode", shifted)
+    found = [one for talk in EXCHANGES.values() for one in check_exchange(chat_of("qwen3"), "", talk)]
+    assert {one.what for one in found if one.result == "differs"} == {"learned tokens", "prompt"}
+    assert all(one.result == "differs" for one in found if one.what == "learned tokens")
+
+
+def test_a_whole_conversation_that_is_learned_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    encode = ChatFormat.encode
+
+    def everything(self: ChatFormat, *args: Any, **named: Any) -> Any:
+        return [replace(one, mask=[False] + [True] * (len(one.mask) - 1)) for one in encode(self, *args, **named)]
+
+    monkeypatch.setattr(ChatFormat, "encode", everything)
+    one, _ = check_exchange(chat_of("qwen3"), "", EXCHANGES["one turn"])
+    assert one.result == "differs" and "'Where is the ferry?' is learned with reply 1" in one.remark
+
+
+def test_a_prompt_that_transformers_renders_otherwise_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ChatFormat, "prompt_tokens", lambda self, messages, tools=(): [1, 2, 3])
+    _, one = check_exchange(chat_of("qwen3"), "", EXCHANGES["one turn"])
+    assert (one.what, one.result) == ("prompt", "differs")
+
+
+# Numbers
+
+
+def test_a_gap_that_is_not_a_number_differs() -> None:
+    assert compare("a", "b", float("nan"), 1.0).result == "differs"
+    assert compare("a", "b", 1.0, 1.0).result == "holds"
+    assert compare("a", "b", 1.1, 1.0).result == "differs"
+    assert compare("a", "b", float("nan"), 1.0).as_row()["gap"] == "nan"
+
+
+def test_one_wrong_token_among_many_is_found() -> None:
+    right = [np.zeros(1000, np.float32), np.zeros(1000, np.float32)]
+    wrong = [right[0], right[1].copy()]
+    wrong[1][999] = 0.01  # a mean gap of 5e-6
+    one = compare_logprobs("a", right, wrong, LIMITS)
+    assert (one.what, one.result) == ("log-probs, largest gap", "differs")
+    assert compare_logprobs("a", right, [row + 5e-6 for row in right], LIMITS).result == "holds"
+
+
+def test_limits_follow_what_rounding_does() -> None:
+    rows, gradient = [np.zeros(4, np.float32)], np.ones(4)
+    moved = Measurement([np.array([0.1, 0, 0, 0.3], np.float32)], np.full(4, 1.5))
+    found = Bounds.of(Measurement(rows, gradient), moved)
+    assert found == pytest.approx((0.5, 1.5, 2.5))
+    assert Bounds.of(Measurement(rows, gradient), Measurement(rows, gradient)) == LIMITS
+
+
+def test_the_table_has_a_row_for_each_comparison() -> None:
+    lines = table([compare("a check", "weights", 0, 0, "7 tensors"), compare("b", "log-probs", 0.5, 0.25)]).splitlines()
+    assert [line.split() for line in lines[1:]] == [
+        ["a", "check", "weights", "0", "0", "holds:", "7", "tensors"],
+        ["b", "log-probs", "5.0e-01", "2.5e-01", "differs"],
+    ]
