@@ -60,7 +60,7 @@ def report(found: dict[str, Any], least: float) -> int:
     print(f"rise {100 * found['rise']:.1f} points, 95 % within {100 * found['rise_ci95']:.1f} points of it")
     print(f"alarms {found['alarms']}, largest gap of log-probs {found['largest_gap']:.3f}")
     print("median seconds: " + ", ".join(f"{key} {value:.2f}" for key, value in found["seconds"].items()))
-    risen = found["rise"] >= least and found["rise"] > found["rise_ci95"]
+    risen = found["rise"] >= least and (least <= 0 or found["rise"] > found["rise_ci95"])
     return int(not risen or bool(found["alarms"]))
 
 
