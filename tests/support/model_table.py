@@ -44,7 +44,7 @@ WITH_PICTURES = {  # by the model_type of their configurations
     "gemma3": "Gemma 3, with its tower",
     "qwen3_5": "Qwen3.5, with its tower",
 }
-WEIGHTS = ("loads", "sync attested", "GRPO step", "SFT step", "LoRA", "saved opens in both")
+WEIGHTS = ("loads", "sync attested", "GRPO step", "SFT step", "LoRA", "saved opens in both", "verify")
 TEMPLATES = ("mask, one turn", "mask, several turns", "system prompt", "two rounds of tools", "thinking")
 PICTURES = ("packed", "padded", "two ranks, ZeRO 0 and 3", "learns, and opens in Transformers", "GRPO step", "vLLM")
 TABLES = {WEIGHTS: FAMILIES, PICTURES: tuple(WITH_PICTURES.values()), TEMPLATES: FAMILIES}  # columns, and rows

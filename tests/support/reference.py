@@ -12,10 +12,9 @@ from unittest import mock
 
 import trueline
 from tests.support.generated_docs import findings_table, table
-from trueline.cli import make_parser
+from trueline.cli import TOOL_KEYS, make_parser
 from trueline.config.algorithm import PRESETS
 from trueline.config.base import Config
-from trueline.config.sampling import ServingConfig
 from trueline.monitoring.findings import CODES
 from trueline.options import CommandParser, default_text
 from trueline.verbs import GROUPS, TASK_VERBS, TOOLS, VERBS
@@ -26,6 +25,7 @@ KEYS = {  # page -> its title, and the verbs whose keys it has
     "keys_data": ("Keys of training on data", tuple(TASK_VERBS)),
     "keys_sampling": ("Keys of sampling, evaluation and rounds", SAMPLING),
     "keys_serving": ("Keys of serve-reward", ("serve-reward",)),
+    "keys_verify": ("Keys of verify", ("verify",)),
 }
 WIDTH = "88"  # columns of a help text
 PAGE = re.compile(r"docs/(\w+)\.md")
@@ -40,7 +40,7 @@ def pages() -> dict[str, str]:
 
 
 def configuration(verb: str) -> Config:
-    return VERBS[verb].kind.parse(VERBS[verb].defaults) if verb in VERBS else ServingConfig()
+    return VERBS[verb].kind.parse(VERBS[verb].defaults) if verb in VERBS else TOOL_KEYS[verb]()
 
 
 def keys_page(title: str, verbs: tuple[str, ...]) -> str:

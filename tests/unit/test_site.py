@@ -112,7 +112,7 @@ def test_a_broken_link_stops_the_build(broken: str, tmp_path: Path, monkeypatch:
 # The reference
 
 
-@pytest.mark.parametrize("verb", [*VERBS, "serve-reward"])
+@pytest.mark.parametrize("verb", [*VERBS, "serve-reward", "verify"])
 def test_the_keys_are_those_that_the_command_line_lists(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     (text,) = [reference.keys_page(*row) for row in reference.KEYS.values() if verb in row[1]]
     rows = {}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from trueline.config.base import ConfigError, Tree
+from trueline.config.base import ConfigError, Tree, merge
 from trueline.models.scorer import ProbeFailure
 from trueline.runtime.actors import ActorFailure
 from trueline.training.group import ModelGroup
@@ -51,8 +51,7 @@ SPLIT: dict[str, Tree] = {  # over two ranks
 
 def compare_passes(subject: Subject) -> Iterator[Comparison]:
     """Compare passes of one rank with plain Transformers, which sees one sequence at a time."""
-    packing = training(packing=not subject.facts.unpackable)
-    for name, keys in (HERE | {name: keys | packing for name, keys in EITHER.items()}).items():
+    for name, keys in (HERE | {name: merge(packing_of(subject), keys) for name, keys in EITHER.items()}).items():
         yield from guard(name, partial(compare_here, subject, name, keys))
 
 
@@ -79,11 +78,17 @@ def compare_ranks(subject: Subject) -> Iterator[Comparison]:
     with open_ranks(subject, ranks) as opened:
         for name, keys in layouts.items():
             title = f"{name}, {ranks} rank{'s' * (ranks > 1)}"
-            yield from guard(title, partial(compare_on, opened.open, subject, title, keys))
+            layout = merge(packing_of(subject), keys)
+            yield from guard(title, partial(compare_on, opened.open, subject, title, layout))
     if ranks != 2:
         yield Comparison(
             "tensor and context parallel", "log-probs, gradients", Result.LEFT_OUT, remark="need two ranks"
         )
+
+
+def packing_of(subject: Subject) -> Tree:
+    """Pack sequences, unless the model cannot be packed."""
+    return training(packing=not subject.facts.unpackable)
 
 
 def compare_on(opened: Open, subject: Subject, name: str, keys: Tree) -> list[Comparison]:

@@ -8,7 +8,7 @@ from trueline.config.base import Tree
 from trueline.training.export import open_model
 from trueline.training.worker import Worker
 from trueline.verify.comparison import Comparison, Result, Rows, compare, compare_logprobs, gaps
-from trueline.verify.divisions import guard, training
+from trueline.verify.divisions import guard, packing_of
 from trueline.verify.subject import Subject, masked_rows, plain_rows
 from trueline.verify.trainers import RATE, open_here, save, step
 
@@ -17,7 +17,7 @@ ADAPTER_RATE = 1e-2  # B begins at zero, so that small steps change little
 
 
 def compare_saved(subject: Subject) -> Iterator[Comparison]:
-    keys = training(packing=not subject.facts.unpackable)
+    keys = packing_of(subject)
     yield from guard("saved and resumed", partial(check_saved, subject, keys))
     yield from guard("adapter", partial(check_adapter, subject, keys))
 

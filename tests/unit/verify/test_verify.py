@@ -75,14 +75,13 @@ def differing(found: list[Comparison]) -> set[str]:
 # A sound model
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "gemma3_text", "lfm2"])
-def test_all_checks_hold_for_other_architectures(kind: str, tmp_path: Path) -> None:
-    """A mixture, sliding windows, and layers that are no attention, which cannot be packed."""
-    subject = subject_of(make_model(tmp_path / "model", kind), tmp_path / "work")
+def test_all_checks_hold_for_a_model_that_cannot_be_packed(tmp_path: Path) -> None:
+    """It has layers that are no attention. Other architectures: `tests/contract/test_verify.py`."""
+    subject = subject_of(make_model(tmp_path / "model", "lfm2"), tmp_path / "work")
     found = [one for name in ("passes", "saved", "engine") for one in CHECKS[name](subject)]
-    refused = {"all in one pass", "three in a pass", "one in a pass", "shared prefixes"} if kind == "lfm2" else set()
+    refused = {"all in one pass", "three in a pass", "one in a pass", "shared prefixes"}
     assert differing(found) == refused
-    assert {one.result for one in found if one.check in refused} <= {"refused"}
+    assert {one.result for one in found if one.check in refused} == {"refused"}
     assert sum(one.result == "holds" for one in found) >= 15
     assert all(one.gap is not None and one.limit is not None for one in found if one.result == "holds")
 
@@ -123,6 +122,24 @@ def test_bad_input_is_named(
     monkeypatch.setattr("trueline.verify.run.CHECKS", dict.fromkeys(CHECKS, lambda subject: iter([])))
     assert main(["verify", *(str(model) if word == "MODEL" else word for word in words)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_run_keeps_the_table_of_its_model_and_its_report_shows_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (data := tmp_path / "rows.jsonl").write_text('{"prompt": "2+2=", "completion": "4"}\n' * 4)
+    words = ["--model", str(model), "--data", str(data), "--name", "run", f"folder={tmp_path}", "runtime=local"]
+    assert main(["sft", *words, "steps=1", "samples_per_step=2", "monitoring.doctor=false"]) == 0
+    capsys.readouterr()
+    run, page = tmp_path / "run", tmp_path / "page.html"
+    assert main(["verify", "--model", str(run), "runtime=local", "tokens=48", "--checks", "passes"]) == 0
+    said = capsys.readouterr()
+    assert f"taken      model.path={run}: step_000001, the newest checkpoint" in said.err
+    kept = json.loads((run / "verify.json").read_text())
+    assert kept["text"] == said.out and len(kept["rows"]) == 16
+    assert main(["report", str(run), "--out", str(page)]) == 0
+    (shown,) = json.loads(page.read_text().partition('id="data">')[2].partition("</script>")[0])["runs"]
+    assert shown["verified"] == said.out
 
 
 # Planted faults
