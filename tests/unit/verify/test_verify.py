@@ -99,6 +99,17 @@ def test_the_command_prints_a_table_and_its_status_is_zero(model: Path, capsys: 
     assert row["check"] == "template" and row["result"] == "left out"
 
 
+def test_all_checks_are_made_unless_some_are_named(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in CHECKS:
+        monkeypatch.setitem(CHECKS, name, lambda subject, name=name: iter([compare(name, "log-probs", 0.0, 1.0)]))
+    words = ["verify", "--model", str(model), "runtime=local", "tokens=48"]
+    for more, made in (([], [*CHECKS]), (["--checks", "saved, passes"], ["saved", "passes"])):
+        assert main([*words, *more]) == 0
+        assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-1]] == made
+
+
 def test_a_difference_is_the_exit_status(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,7 +121,10 @@ def test_a_difference_is_the_exit_status(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model", "MODEL", "--checks", "passes,masks"], "--checks masks: not known; choose from template, passes"),
+        (
+            ["--model", "MODEL", "--checks", "passes,masks"],
+            "--checks masks: not known; choose from template, passes, saved, ranks, engine",
+        ),
         ([], "verify needs a model: name it with --model"),
         (["--model", "MODEL", "tokens=20"], "tokens=20: the chat template alone takes 20; set it to"),
         (["--model", "MODEL", "runtime=local", "rollout.engine=vllm"], "runtime=local keeps everything in one process"),
@@ -252,7 +266,7 @@ def test_a_lost_moment_is_found(subject: Subject, monkeypatch: pytest.MonkeyPatc
 def test_steps_that_change_nothing_prove_nothing(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "RATE", trainers.STILL)
     (one,) = [one for one in compare_saved(subject) if one.check == "saved and opened"]
-    assert (one.result, one.remark) == ("differs", "the steps before it changed nothing")
+    assert (one.result, one.remark) == ("differs", "the steps before it changed too little")
 
 
 def test_the_adapter_of_the_configuration_is_the_one_that_is_checked(model: Path, tmp_path: Path) -> None:
