@@ -12,6 +12,7 @@ from trueline.verify.subject import Subject
 from trueline.verify.trainers import measure, open_here, open_ranks
 
 Open = Callable[[Tree], ModelGroup]
+FAILURES = (ConfigError, ActorFailure)
 
 
 def training(**keys: object) -> Tree:
@@ -61,7 +62,7 @@ def compare_here(subject: Subject, name: str, keys: Tree) -> list[Comparison]:
         group.report = lambda finding: remarks.append(finding.what)
         found = measure(group, subject.samples)
     if remarks:  # the run would go on without
-        return [Comparison(name, "log-probs, gradients", Result.REFUSED, remark=remarks[0])]
+        return [Comparison(name, "all", Result.REFUSED, remark=remarks[0])]
     return compare_all(name, subject.plain, found, subject.limits)
 
 
@@ -71,9 +72,7 @@ def compare_ranks(subject: Subject) -> Iterator[Comparison]:
     ranks = config.training.ranks or min(machine.gpus or 2, 2)
     layouts: Mapping[str, Tree] = OVER_RANKS | (SPLIT if ranks == 2 else {})
     if config.runtime == "local":
-        yield Comparison(
-            "several ranks", "log-probs, gradients", Result.LEFT_OUT, remark="runtime=local has one process"
-        )
+        yield Comparison("several ranks", "all", Result.LEFT_OUT, remark="runtime=local has one process")
         return
     with open_ranks(subject, ranks) as opened:
         for name, keys in layouts.items():
@@ -81,9 +80,7 @@ def compare_ranks(subject: Subject) -> Iterator[Comparison]:
             layout = merge(packing_of(subject), keys)
             yield from guard(title, partial(compare_on, opened.open, subject, title, layout))
     if ranks != 2:
-        yield Comparison(
-            "tensor and context parallel", "log-probs, gradients", Result.LEFT_OUT, remark="need two ranks"
-        )
+        yield Comparison("context and tensor parallel", "all", Result.LEFT_OUT, remark="need two ranks")
 
 
 def packing_of(subject: Subject) -> Tree:
@@ -97,15 +94,14 @@ def compare_on(opened: Open, subject: Subject, name: str, keys: Tree) -> list[Co
 
 def guard(check: str, compared: Callable[[], list[Comparison]]) -> list[Comparison]:
     """Return what a check finds; keys that a run would refuse are named, and an error is no agreement."""
-    what = "log-probs, gradients"
     try:
         return compared()
-    except (ConfigError, ActorFailure) as error:
-        # An error of another process names its type.
-        refused = isinstance(error, ConfigError) and not isinstance(error, ProbeFailure)
-        refused = refused or f" {ConfigError.__name__}: " in str(error)
-        return [Comparison(check, what, Result.REFUSED if refused else Result.DIFFERS, remark=first_line(error))]
+    except FAILURES as error:
+        return [failed_check(check, error)]
 
 
-def first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def failed_check(check: str, error: Exception) -> Comparison:
+    # An error of another process names its type.
+    refused = isinstance(error, ConfigError) and not isinstance(error, ProbeFailure)
+    result = Result.REFUSED if refused or f" {ConfigError.__name__}: " in str(error) else Result.DIFFERS
+    return Comparison(check, "all", result, remark=str(error).partition("\n")[0])

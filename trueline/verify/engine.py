@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 import torch
 
-from trueline.config.base import ConfigError
 from trueline.data.types import Completion, Sample
 from trueline.plan.resolve import check_engines, check_rollout, resolve_rollout
 from trueline.rollout.engine import RolloutEngine, SamplingParams
@@ -18,9 +17,9 @@ from trueline.runs.processes import engine_specs, open_loop, open_processes
 from trueline.runtime.actors import Actor
 from trueline.runtime.event_loop import EventLoop
 from trueline.runtime.placement import Layout
-from trueline.verify.comparison import Comparison, Result, Rows, compare, compare_logprobs
-from trueline.verify.divisions import first_line, guard
-from trueline.verify.subject import Subject, open_plain, plain_rows
+from trueline.verify.comparison import Comparison, Rows, compare, compare_logprobs
+from trueline.verify.divisions import guard
+from trueline.verify.subject import LOGS, Subject, free_memory, open_plain, plain_rows
 
 MATCHING = 1e-4  # mean gap in nats; engines have kernels of their own, which round more often
 COPIES = 3  # completions of each prompt
@@ -75,20 +74,16 @@ class OpenEngine:
 
 
 def compare_engine(subject: Subject) -> Iterator[Comparison]:
-    try:
-        with open_engine(subject) as engine:
-            drawn = engine.sample(1.0, alone=False)
-            greedy, lonely = engine.sample(0.0, alone=False), engine.sample(0.0, alone=True)
-    except ConfigError as error:
-        yield Comparison(ENGINE, "log-probs", Result.REFUSED, remark=first_line(error))
-        return
+    with open_engine(subject) as engine:
+        drawn = engine.sample(1.0, alone=False)
+        greedy, lonely = engine.sample(0.0, alone=False), engine.sample(0.0, alone=True)
     yield from guard(ENGINE, partial(compare_sampled, subject, drawn))
     yield compare_batches(subject, greedy, lonely)
 
 
 @contextmanager
 def open_engine(subject: Subject) -> Iterator[OpenEngine]:
-    config, machine, logs = subject.config, subject.machine, subject.folder / "logs"
+    config, machine, logs = subject.config, subject.machine, subject.folder / LOGS
     check_engines(config, "rollout")
     tokens = config.tokens or 0
     room = {"max_new_tokens": max(tokens // 4, 4), "max_prompt_tokens": tokens - max(tokens // 4, 4)}
@@ -111,6 +106,7 @@ def compare_sampled(subject: Subject, drawn: SampledCompletions) -> list[Compari
     """Compare what the engine said of its tokens with what plain Transformers says of them."""
     samples = drawn.samples()
     expected = plain_rows(open_plain(subject.config.model), samples)
+    free_memory()
     limits = subject.limits._replace(mean=max(subject.limits.mean, MATCHING), largest=np.inf)
     whole = compare_logprobs(ENGINE, expected, drawn.logprobs(), limits, f"{len(samples)} completions")
     gaps = [np.abs(one - other) for one, other in zip(expected, drawn.logprobs(), strict=True)]

@@ -1,5 +1,6 @@
 """The model that is verified: its tokens, and what plain Transformers says of them."""
 
+import gc
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from trueline.verify.comparison import Bounds, Measurement, Rows
 GPU_TOKENS, CPU_TOKENS = 1024, 128
 SHARES = (1.0, 0.6, 0.35, 0.2, 0.1, 0.05)  # of the longest, of the samples' lengths
 NUMBERS = 1000  # of each tensor's gradient
+LOGS = "logs"  # folder of the processes' output
 QUESTIONS = ("Which boats are in the harbour?", "List the trains.")
 THINGS = ("boat", "train", "kite", "horse", "river", "lamp", "garden")
 COLOURS = ("green", "dark blue", "red", "white and grey", "yellow")
@@ -117,7 +119,17 @@ def measure_plainly(config: ModelConfig, samples: list[Sample]) -> tuple[Measure
     model = open_plain(config)
     plain = measure_model(model, samples)
     with rounding(model.get_input_embeddings()):
-        return plain, measure_model(model, samples)
+        rounded = measure_model(model, samples)
+    del model
+    free_memory()
+    return plain, rounded
+
+
+def free_memory() -> None:
+    """Leave the GPU to the next model, also of another process."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def measure_model(model: Any, samples: list[Sample]) -> Measurement:

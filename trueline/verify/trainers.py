@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from trueline.config.base import ConfigError, Tree
 from trueline.config.verify import VerifyConfig
 from trueline.data.types import Sample
@@ -20,7 +18,7 @@ from trueline.training.group import ModelGroup, start_groups, write_models
 from trueline.training.report import LossSettings
 from trueline.training.worker import Worker, WorkerSpec, rank_environment
 from trueline.verify.comparison import Measurement
-from trueline.verify.subject import NUMBERS, Subject, masked_rows
+from trueline.verify.subject import LOGS, NUMBERS, Subject, free_memory, masked_rows
 
 STILL = 1e-12  # a learning rate that moves no float32 weight
 RATE = 1e-3  # moves weights in bfloat16, too
@@ -73,9 +71,7 @@ def open_here(subject: Subject, more: Tree, rate: float = STILL) -> Iterator[Mod
         yield group
     finally:
         del group
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        free_memory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +95,7 @@ class SharedRanks:
 
 @contextmanager
 def open_ranks(subject: Subject, ranks: int) -> Iterator[SharedRanks]:
-    config, logs = subject.config, subject.folder / "logs"
+    config, logs = subject.config, subject.folder / LOGS
     logs.mkdir(exist_ok=True)
     environment = partial(rank_environment, config.training)
     target: Target[CheckedWorker] = Target(

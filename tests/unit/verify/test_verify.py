@@ -1,7 +1,8 @@
 """`trueline verify` in one process: what holds for sound code, and that each planted fault is found."""
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from trueline.data.chat import ChatFormat
 from trueline.models.attention import Arrangement, Padded
 from trueline.models.loading import load_model
 from trueline.rollout.hf_engine import HFEngine
+from trueline.runtime.actors import ActorFailure
 from trueline.runtime.cluster import machine_at_hand
 from trueline.training.engines.torch_engine import TorchEngine
 from trueline.training.worker import Worker
@@ -28,7 +30,7 @@ from trueline.verify.comparison import Bounds, Comparison, Measurement, compare,
 from trueline.verify.divisions import EITHER, HERE, compare_here, compare_passes, guard
 from trueline.verify.engine import compare_engine
 from trueline.verify.masks import EXCHANGES, check_exchange
-from trueline.verify.run import CHECKS
+from trueline.verify.run import CHECKS, make_check
 from trueline.verify.subject import Subject, open_subject
 from trueline.verify.weights import compare_saved
 
@@ -108,6 +110,30 @@ def test_all_checks_are_made_unless_some_are_named(
     for more, made in (([], [*CHECKS]), (["--checks", "saved, passes"], ["saved", "passes"])):
         assert main([*words, *more]) == 0
         assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:-1]] == made
+
+
+def test_what_a_failing_check_has_found_is_kept_and_its_logs_too(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(subject: Subject) -> Iterator[Comparison]:
+        (subject.folder / "logs").mkdir()
+        (subject.folder / "saved").mkdir()
+        yield compare("one", "log-probs", 0.0, 1.0)
+        raise ActorFailure("policy-0.start: its process died")
+
+    monkeypatch.setitem(CHECKS, "ranks", fail)
+    assert main(["verify", "--model", str(model), "runtime=local", "tokens=48", "--checks", "ranks"]) == 1
+    said = capsys.readouterr()
+    assert "1 holds, 1 differs" in said.out and "differs: policy-0.start: its process died" in said.out
+    logs = Path(said.err.splitlines()[-1].removeprefix("logs       "))
+    assert [one.name for one in logs.parent.iterdir()] == ["logs"]
+    shutil.rmtree(logs.parent)
+
+
+def test_help_names_the_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["verify", "--help"])
+    assert f"only these: {', '.join(CHECKS)}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_difference_is_the_exit_status(
@@ -306,8 +332,8 @@ def test_wrong_log_probs_of_an_engine_are_found(subject: Subject, monkeypatch: p
 
 def test_an_engine_that_cannot_run_the_model_is_named(subject: Subject) -> None:
     subject = replaced(subject, {"rollout": {"tensor_parallel": 3}})
-    (one,) = compare_engine(subject)
-    assert one.result == "refused" and "set rollout.tensor_parallel=1 (got 3)" in one.remark
+    (one,) = make_check("engine", subject)
+    assert (one.check, one.result) == ("engine", "refused") and "set rollout.tensor_parallel=1 (got 3)" in one.remark
 
 
 def replaced(subject: Subject, keys: dict[str, Any]) -> Subject:
