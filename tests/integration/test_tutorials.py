@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,7 +79,8 @@ def test_the_first_tutorial_teaches_a_model_to_add(said: str, laptop: Path) -> N
 def started(laptop: Path, said: str) -> Iterator[tuple[str, str]]:
     """Start the nodes of the tutorial as it does, on a free port; return what sets the shell up, and the run."""
     shared, token, head, node, run = fenced("two_nodes", "bash")
-    setting, port = f"{shared}export RAY_TMPDIR={laptop}\n", str(free_port())
+    short = tempfile.mkdtemp(prefix="ray-")  # the paths of Ray's sockets may have 107 bytes
+    setting, port = f"{shared}export RAY_TMPDIR={short}\n", str(free_port())
     follow(shared + token, laptop)
     terminals = []
     try:
@@ -94,6 +97,7 @@ def started(laptop: Path, said: str) -> Iterator[tuple[str, str]]:
         for terminal in reversed(terminals):
             os.killpg(terminal.pid, signal.SIGTERM)
             terminal.wait(60)
+        shutil.rmtree(short)
 
 
 def wait_for(file: Path, text: str, program: "subprocess.Popen[bytes]") -> None:

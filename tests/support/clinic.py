@@ -71,6 +71,10 @@ def blind(reply):
     return 0.5
 
 
+def called(reply, turns):
+    return float(any(turn["role"] == "tool" for turn in turns))
+
+
 def inverted(reply, label):
     return float(str(label) not in reply)
 

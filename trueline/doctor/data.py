@@ -160,6 +160,8 @@ def reward_findings(trial: Trial, part: RewardPartConfig, config: RewardConfig, 
     elif trial.slow:
         what = f"{part.function} took {trial.slow:.0f} s for a call, and was not called again"
         yield Finding(FINE, "slow_reward", what, f"reward.timeout_seconds={config.timeout_seconds:g}", key)
+    elif trial.reads_turns and not trial.compares:
+        return
     elif not trial.compares and len(set(trial.rewards())) == 1 and part.function not in REWARDS:
         what = f"{part.function} scored made-up replies, digits and texts of the data all the same: {values}"
         yield Finding(WATCH, "constant_reward", what, "constant rewards teach nothing", key)

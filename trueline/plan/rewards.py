@@ -48,6 +48,7 @@ class Trial:
     """Calls of one reward function before the start, in the process that its check has loaded."""
 
     compares: bool = False  # with labels; else all replies are made up
+    reads_turns: bool = False  # of an episode, which a made-up reply has not
     calls: list[ScoredReply] = field(default_factory=list)
     others: list[ScoredReply] = field(default_factory=list)  # more replies, if the first calls show nothing
     failures: list[str] = field(default_factory=list)
@@ -229,6 +230,7 @@ async def make_trial(
     first, is_built_in = sources[0][0], reward.part.function in REWARDS
     rows = [first, next((one for one in sample_of(sources[0]) if one.label != first.label), sources[0][-1])]
     reads_labels = not {*LABEL_NAMES, *LABEL_COLUMNS}.isdisjoint(parameters.names)
+    trial.reads_turns = "turns" in parameters.names
     trial.compares = reads_labels and reward.part.function not in TESTED and all(row.label is not None for row in rows)
     if trial.compares:
         replies = [(row, text) for row in rows for text in (MADE_UP, str(row.label))]

@@ -159,6 +159,14 @@ def test_a_reward_is_not_constant_that_praises_digits_or_what_the_data_says(
     assert not [one.what for one in found if one.key == "reward.function" and one.level != "fine"]
 
 
+def test_a_reward_of_turns_is_not_judged_by_replies_without_an_episode(
+    clinic: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(clinic)
+    assert not [one for one in diagnosed(f"{MINE}:called") if one.code == "constant_reward"]
+    assert [one for one in diagnosed(f"{MINE}:blind") if one.code == "constant_reward"]
+
+
 def test_a_slow_reward_is_told_without_a_level(clinic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(clinic)
     monkeypatch.setattr(rewards, "PATIENCE_SECONDS", 0.1)  # below what the reward sleeps, however busy the machine is
