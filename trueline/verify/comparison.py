@@ -11,8 +11,8 @@ import numpy as np
 from trueline.config.base import Tree
 from trueline.models.scorer import NOISE
 
-LEAST_MEAN, LEAST_LARGEST = 1e-5, 1e-4  # nats; a gap up to this is rounding in any model
-LEAST_GRADIENT = 1e-4  # relative
+LEAST_MEAN, LEAST_LARGEST = 5e-5, 5e-4  # nats; a gap up to this is rounding in any model
+LEAST_GRADIENT = 5e-4  # relative
 Rows = list[np.ndarray]  # numbers of each sample's tokens
 
 

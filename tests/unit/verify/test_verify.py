@@ -38,7 +38,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LIMITS = Bounds(1e-5, 1e-4, 1e-4)
+LIMITS = Bounds(5e-5, 5e-4, 5e-4)
 
 
 def subject_of(model: Path, folder: Path) -> Subject:
