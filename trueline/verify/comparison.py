@@ -76,7 +76,9 @@ def gaps(one: Rows, other: Rows) -> tuple[float, float]:
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the length of the difference, relative to the first vector's."""
+    """Return the length of the difference, relative to the first vector's; of other tensors it is endless."""
+    if one.shape != other.shape:
+        return math.inf
     return float(np.linalg.norm(one - other) / max(float(np.linalg.norm(one)), 1e-30))
 
 

@@ -20,7 +20,9 @@ from trueline.config.verify import VerifyConfig
 from trueline.data.chat import ChatFormat
 from trueline.models.attention import Arrangement, Padded
 from trueline.models.loading import load_model
+from trueline.rollout.engine import EngineSpec
 from trueline.rollout.hf_engine import HFEngine
+from trueline.runs.processes import engine_specs
 from trueline.runtime.actors import ActorFailure
 from trueline.runtime.cluster import machine_at_hand
 from trueline.training.engines.torch_engine import TorchEngine
@@ -218,9 +220,21 @@ def join_sequences(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Arrangement, "__init__", joined)
 
 
+def untie_head(patch: pytest.MonkeyPatch) -> None:
+    """The head is a copy of the embeddings, which gets a gradient of its own."""
+
+    def untied(*args: Any, **named: Any) -> Any:
+        model = load_model(*args, **named)
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        return model
+
+    patch.setattr("trueline.training.worker.load_model", untied)
+
+
 @pytest.mark.parametrize(
     ("fault", "found"),
     [
+        (untie_head, {*HERE, *EITHER}),
         (skip_passes, {"three in a pass", "one in a pass", "padded, three in a pass"}),
         (forget_places, {"padded", "padded, three in a pass"}),
         (
@@ -236,7 +250,6 @@ def test_a_faulty_pass_is_found(
     comparisons = list(compare_passes(subject))
     assert found <= differing(comparisons)
     assert {one.result for one in comparisons if one.check in found} <= {"differs", "holds"}  # nothing is refused
-    assert "shared prefixes" not in found
 
 
 def test_keys_reach_the_model(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,6 +341,23 @@ def test_wrong_log_probs_of_an_engine_are_found(subject: Subject, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(HFEngine, "_queue", crowded)
         assert "engine, alone or in a batch" in differing(list(compare_engine(subject)))
+
+
+def test_other_rotary_embeddings_in_the_engines_configuration_are_found(
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = shutil.copytree(subject.config.model.path, tmp_path / "other")
+    settings = json.loads((other / "config.json").read_text())
+    settings["rope_parameters"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    (other / "config.json").write_text(json.dumps(settings))
+
+    def altered(*args: Any) -> list[EngineSpec]:
+        return [replace(spec, model=str(other)) for spec in engine_specs(*args)]
+
+    monkeypatch.setattr("trueline.verify.engine.engine_specs", altered)
+    found = results(list(compare_engine(subject)))
+    assert found["engine", "log-probs"] == found["engine", "log-probs by prompt length"] == "differs"
+    assert found["engine, alone or in a batch", "log-probs"] == "holds"
 
 
 def test_an_engine_that_cannot_run_the_model_is_named(subject: Subject) -> None:
