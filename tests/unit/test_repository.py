@@ -74,7 +74,7 @@ def test_the_extras_allow_the_versions_of_vllm_that_were_tried_and_no_others() -
     extras = PYPROJECT["project"]["optional-dependencies"]
     for extra, places in (("gpu", {"one H200", "a CPU"}), ("cpu", {"a CPU"})):
         versions, asked = [one for one, where in tried if where in places], Requirement(extras[extra][0]).specifier
-        assert len(versions) >= 4 and all(one in asked for one in versions)
+        assert len(versions) >= 3 and all(one in asked for one in versions)
         assert Version(f"{min(versions).major}.{min(versions).minor - 1}.99") not in asked
         assert Version(f"{max(versions).major}.{max(versions).minor + 1}.0") not in asked
     lock = (ROOT / "requirements" / "cpu.txt").read_text()
