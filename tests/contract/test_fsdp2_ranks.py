@@ -94,6 +94,7 @@ def test_a_model_that_only_scores_keeps_its_type(world: int, tmp_path: Path) -> 
         np.testing.assert_array_equal(scores, expected)
 
 
+@pytest.mark.slow
 def test_keys_move_exchanges_and_change_no_number(tmp_path: Path) -> None:
     """Weights in use are those of the last step, though a model that is kept whole is not gathered again to score."""
     model = str(make_tiny_model(tmp_path / "model", tied=False))

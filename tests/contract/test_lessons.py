@@ -78,6 +78,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Any]:
     return alone | pair
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*ALONE[1:], *PAIR], ids=str)
 def test_ranks_say_what_one_process_says(case: Case, said: dict[Case, Any]) -> None:
     for moment, close in (("before", 1e-5), ("after", 1e-3), ("average", 1e-3)):

@@ -81,6 +81,7 @@ def on_disk(folder: Path) -> Weights:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_every_engine_saves_and_sends_the_names_on_disk(kind: str, tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", kind)

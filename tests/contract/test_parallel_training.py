@@ -204,8 +204,8 @@ def divisions(tmp_path_factory: pytest.TempPathFactory) -> Divisions:
 
 
 EVERY = [
-    *(case for group in (ALONE, PAIR) for case in group),
-    *(pytest.param(case, marks=pytest.mark.slow) for case in PAIR_CUT),
+    *ALONE,
+    *(pytest.param(case, marks=pytest.mark.slow) for case in (*PAIR, *PAIR_CUT)),
     *(pytest.param(case, marks=pytest.mark.soak) for case in (*FOUR, *FOUR_CUT)),
 ]
 

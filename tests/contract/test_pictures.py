@@ -204,7 +204,7 @@ def divisions(tmp_path_factory: pytest.TempPathFactory) -> Divisions:
 
 @pytest.mark.models
 @pytest.mark.parametrize("loss", SETTINGS)
-@pytest.mark.parametrize("case", [*ALONE, *PAIR], ids=Case.name)
+@pytest.mark.parametrize("case", [*ALONE, *(pytest.param(one, marks=pytest.mark.slow) for one in PAIR)], ids=Case.name)
 def test_loss_and_gradient_are_those_of_transformers(case: Case, loss: str, divisions: Divisions) -> None:
     (value, gradients), (expected_value, expected) = divisions.take(case, loss), divisions.plain(case.family, loss)
     assert value == pytest.approx(expected_value, abs=TOLERANCE)
@@ -219,6 +219,7 @@ def test_loss_and_gradient_are_those_of_transformers(case: Case, loss: str, divi
     check_cell(WITH_PICTURES[case.family], case.column(), found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", MAKERS)
 def test_other_pictures_are_another_loss(family: str, divisions: Divisions) -> None:
     case = Case(family, packing=family not in UNPACKED)

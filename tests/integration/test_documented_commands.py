@@ -187,6 +187,7 @@ def test_every_other_command_runs_in_a_test_or_is_marked() -> None:
     assert not missing
 
 
+@pytest.mark.slow
 def test_every_command_works_up_to_its_start(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,7 @@ def both(folder: Path, verb: str, steps: int, *words: str) -> tuple[Path, Path]:
     return folder / "apart", folder / "alone"
 
 
+@pytest.mark.slow
 def test_a_run_with_workers_is_the_run_of_one_process(
     warm: WarmProcesses, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -118,6 +118,7 @@ def test_serves_the_same_rewards_until_it_is_told_to_stop(tmp_path: Path, monkey
     assert said.endswith("stopped\n") and "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_process_reward_model_with_a_token_and_template_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -180,6 +180,7 @@ def test_data_that_never_come(tmp_path: Path, model_folder: Path, capfd: Any, mo
     assert first.startswith("stuck: the data is being read since ") and first.endswith(f": data.path={tmp_path}/data")
 
 
+@pytest.mark.slow
 def test_a_whole_run_explains_itself_and_goes_on(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,6 +136,9 @@ KEYS += ["monitoring.tensorboard=false", "environment.processes=1"]
 KEYS += ["steps=2", "prompts_per_step=2", "algorithm.group_size=2", "training.learning_rate=1e-3"]
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("turns")
@@ -249,7 +252,6 @@ def test_bad_requests_are_refused_and_harm_nothing(home: Path) -> None:
     check(home, "refused")
 
 
-@pytest.mark.slow
 def test_sampled_episodes_are_trained_on_with_the_pictures_of_their_turns(home: Path) -> None:
     keys = ["rollout.max_new_tokens=16", "environment.max_turn_tokens=4", "runtime=local", f"folder={home}"]
     words = ["--model", f"{home}/model", "--data", f"{home}/rows.jsonl", "--environment", f"{home}/code.py:Screen"]

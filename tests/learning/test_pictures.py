@@ -93,6 +93,7 @@ def test_a_task_learns_from_pictures(verb: str, tmp_path: Path, capsys: pytest.C
     check_cell(WITH_PICTURES["idefics3"], LEARNS, "yes")
 
 
+@pytest.mark.slow
 @pytest.mark.models
 def test_a_model_with_positions_in_three_dimensions_learns(tmp_path: Path) -> None:
     """Its checkpoint, with its processor, opens in Transformers and says what was learned; adapters do so too."""
@@ -125,6 +126,7 @@ def test_more_of_the_model_is_trained_if_a_key_says_so(trained: str, parts: set[
     assert {name.split(".")[1] for name in changed if name.startswith("model.")} == {"text_model", *parts}
 
 
+@pytest.mark.slow
 def test_a_process_reward_model_learns_from_pictures(tmp_path: Path) -> None:
     """The answer is right or wrong by what the picture shows, so the text alone tells nothing."""
     assert train(tmp_path, "prm") == 0
@@ -153,6 +155,7 @@ def test_adapters_on_all_are_merged(make: Callable[[Path], Path], tmp_path: Path
         assert (next_logprobs(adapted, saved) - expected).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_adapters_of_a_reward_model_are_merged_with_its_head(tmp_path: Path) -> None:
     """Without `model.train_vision`, tower and projector have no adapters here either."""
     assert train(tmp_path, "rm", "model.lora.rank=8", "training.learning_rate=2e-2") == 0

@@ -178,6 +178,7 @@ def early(reply: str) -> float:
 """
 
 
+@pytest.mark.slow
 def test_gdpo_learns_a_reward_that_hardly_varies(tmp_path: Path) -> None:
     """Letters are worth up to 1, those of the first half of the alphabet 0.01 more."""
     command = letters_command(tmp_path, "gdpo", "steps=24", "--config", f"{tmp_path}/rewards.yaml")
@@ -192,6 +193,7 @@ def test_gdpo_learns_a_reward_that_hardly_varies(tmp_path: Path) -> None:
     assert fmean(row["reward/part/early"] for row in rows[-3:]) > 0.007
 
 
+@pytest.mark.slow
 def test_a_fifth_of_the_tokens_teaches(tmp_path: Path) -> None:
     """Those of the highest entropy, by the weights that the update starts from."""
     rows = train(tmp_path, "dr_grpo", "algorithm.top_entropy_share=0.2", "steps=32")

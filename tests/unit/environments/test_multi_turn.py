@@ -341,7 +341,7 @@ def test_what_a_step_started_ends_with_it(stage: Stage) -> None:
     assert played.outcome is Outcome.ENVIRONMENT_ERROR  # and the fixture looks for what is left
 
 
-@pytest.mark.parametrize("fault", ["loops in C", "dies"])
+@pytest.mark.parametrize("fault", [pytest.param("loops in C", marks=pytest.mark.slow), "dies"])
 def test_a_culprit_does_not_take_other_episodes_with_it(fault: str, stage: Stage) -> None:
     stage.script = {f"train-{group}-0-0": fault if group == 1 else "naps" for group in range(5)}
     seconds = 4 if "loops" in fault else 60

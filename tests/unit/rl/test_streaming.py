@@ -61,6 +61,7 @@ def assert_alike(streamed: list[dict[str, Any]], whole: list[dict[str, Any]], to
         assert {name: one[name] for name in names} == expected
 
 
+QUICK = ("grpo", "dapo")
 PRESETS = {
     "grpo": [],
     "dr_grpo": [],
@@ -87,7 +88,9 @@ def gaps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "preset", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in PRESETS]
+)
 def test_a_streamed_run_has_the_numbers_of_a_whole_one(preset: str, tmp_path: Path, gaps: list[float]) -> None:
     words = [*PRESETS[preset], "model.lora.rank=0"]
     whole = run(tmp_path / "whole", preset, *words, "training.stream=false")

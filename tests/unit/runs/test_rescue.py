@@ -176,6 +176,7 @@ def poisoned_after(good: int) -> Any:
     return backward
 
 
+@pytest.mark.slow
 def test_a_dropped_connection_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     """The terminal goes away: SIGHUP, and nothing can be printed any more."""
     code = (

@@ -29,6 +29,7 @@ print(json.dumps([dict(os.environ), *started]))
 LISTENING = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "loopback"), [({}, True), ({"RAY_ADDRESS": "10.0.0.1:6379"}, False)])
 def test_processes_meet_on_the_loopback_unless_there_is_a_cluster(given: dict[str, str], loopback: bool) -> None:
     """The driver's own environment, and those of ranks and engines, on CPUs and on GPUs."""
