@@ -1,5 +1,6 @@
 """The tutorials, as a reader follows them: their commands, one after the other, in an empty folder."""
 
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from trueline.runtime import REACH
+
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"
 EXAMPLES = {"environment": "environment/game.py", "calling_tools": "tools/tools.py"}
@@ -27,7 +30,8 @@ def fenced(page: str, language: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    readers = {name: value for name, value in os.environ.items() if name not in REACH}  # which runs of this process set
+    return {**readers, "PATH": path, "PYTHONPATH": str(ROOT)}
 
 
 def follow(commands: str, folder: Path) -> str:
@@ -95,7 +99,8 @@ def started(laptop: Path, said: str) -> Iterator[tuple[str, str]]:
         yield setting, run.replace("6399", port)
     finally:
         for terminal in reversed(terminals):
-            os.killpg(terminal.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # it may have failed
+                os.killpg(terminal.pid, signal.SIGTERM)
             terminal.wait(60)
         shutil.rmtree(short)
 
