@@ -110,7 +110,12 @@ SELECTED = ["algorithm.dynamic_sampling.enabled=true", "algorithm.kl.coefficient
 
 
 @pytest.mark.parametrize(
-    "words", [["reward.py:letters", *EVALUATED], ["scorer", *EVALUATED], ["reward.py:rarely", *SELECTED]]
+    "words",
+    [
+        ["reward.py:letters", *EVALUATED],
+        pytest.param(["scorer", *EVALUATED], marks=pytest.mark.slow),
+        pytest.param(["reward.py:rarely", *SELECTED], marks=pytest.mark.slow),
+    ],
 )
 def test_two_runs_have_the_same_weights_and_tokens(
     home: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]

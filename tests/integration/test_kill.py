@@ -232,6 +232,7 @@ def check_that_it_ends_tidy(model: str, run: Path, expected: dict[int, Digests])
     check_newest(model, run, course.step, expected)
 
 
+@pytest.mark.slow
 def test_a_kill_as_soon_as_a_checkpoint_has_its_name(model: str, expected: dict[int, Digests], tmp_path: Path) -> None:
     """Between the rename and the end of the rotation, where a delay hits too seldom."""
     folder = checkpoints_of(tmp_path).folder

@@ -36,6 +36,7 @@ FUNCTIONS += """
 def wrong_length(replies: list[str], number: list[int]) -> list[float]:
     return [1.0] * (len(replies) + any(one % 5 == 0 for one in number))
 """
+LONG = ("loops_in_c", "leaks", "sleeps")
 CULPRIT = {  # what the user reads when the run stops
     "loops_in_c": "more than 1 s",
     "segfaults": "died",
@@ -72,7 +73,9 @@ def rows_of(home: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (home / name / "metrics.jsonl").read_text().splitlines()][1:]
 
 
-@pytest.mark.parametrize("fault", CULPRIT)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(one, marks=pytest.mark.slow) if one in LONG else one for one in CULPRIT]
+)
 def test_failed_answers_are_counted_and_never_trained_on(home: Path, fault: str) -> None:
     """Prompts 0, 5, 10, ... fail; their groups leave, and others take their place."""
     name = f"finishes-{fault}"

@@ -182,7 +182,7 @@ def test_engines_follow_the_trainer(
         assert all(not torch.equal(first_weights[name], now[name]) for name in now)
 
 
-@pytest.mark.parametrize("mode", ["interrupt", "keep"])
+@pytest.mark.parametrize("mode", ["interrupt", pytest.param("keep", marks=pytest.mark.slow)])
 def test_tokens_of_an_answer_are_those_of_the_versions_it_crossed(
     mode: str, trainer: ModelGroup, engines: tuple[str, EnginePool], loop: EventLoop
 ) -> None:

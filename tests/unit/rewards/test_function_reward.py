@@ -422,7 +422,12 @@ def test_a_place_that_is_no_number_fails_alone(functions: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "kind"), [("sleeps", RewardTimeout), ("exits at once", RewardFailure), ("raises", RewardFailure)]
+    ("fault", "kind"),
+    [
+        pytest.param("sleeps", RewardTimeout, marks=pytest.mark.slow),
+        ("exits at once", RewardFailure),
+        ("raises", RewardFailure),
+    ],
 )
 def test_a_culprit_does_not_take_innocents_with_it(
     functions: Path, tmp_path: Path, fault: str, kind: type[RewardFailure]
