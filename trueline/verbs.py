@@ -149,7 +149,7 @@ TOOLS: dict[str, tuple[str, str]] = {  # verbs that start no run: what each is f
     "demo": ("Teach a small new model to add, in minutes", "demo --steps 30"),
     "explain": ("Show what a run is doing, or why it is stuck", "explain runs/first"),
     "replay": ("Compute a recorded step of RL again, and name what differs", "replay first --step 12"),
-    "verify": ("Compute with a model in every way, and show how far results agree", "verify --model model/"),
+    "verify": ("Compute with a model as runs may, and show how far the results agree", "verify --model model/"),
 }
 GROUPS: dict[str, tuple[str, ...]] = {  # as `trueline --help` shows them
     "train with RL": (*PRESETS, "raft", "iterative_dpo"),

@@ -30,7 +30,6 @@ LOGS = "logs"  # folder of the processes' output
 QUESTIONS = ("Which boats are in the harbour?", "List the trains.")
 THINGS = ("boat", "train", "kite", "horse", "river", "lamp", "garden")
 COLOURS = ("green", "dark blue", "red", "white and grey", "yellow")
-Messages = list[Message]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,6 @@ from trueline.verify.run import CHECKS, make_check
 from trueline.verify.subject import Subject, open_subject
 from trueline.verify.weights import compare_saved
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 LIMITS = Bounds(5e-5, 5e-4, 5e-4)
 
 
